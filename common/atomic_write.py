@@ -1,4 +1,4 @@
-"""Write files and folders whole: under a temporary name beside the target, which is then renamed.
+"""Write files and folders whole: under a temporary name in the target's folder, then rename them.
 
 The temporary name is random and is created exclusively, so that it never leads through a link to a
 file elsewhere. It also holds the identity of its writer: what a killed process leaves behind is

@@ -38,7 +38,7 @@ ReferenceRuns = Mapping[int, tuple[tuple[int, int], ...]]
 class Rules:
     """The rules of a run: model, data, evaluation, optimizer and log. A sample is a sequence."""
 
-    # As logged: "closed", "open", or "miniature" for the toy model, which cannot be submitted.
+    # In the log: "closed", "open", or "miniature" for the toy model, which cannot be submitted.
     division: str
     shape: ModelShape
     sequence_length: int  # tokens
@@ -56,7 +56,10 @@ class Rules:
     log_name: str = ""  # the benchmark as logged (default: its folder)
     opt_name: str = "adamw"
     init_limit_s: float = 1800.0  # largest time from init_start to init_stop
+    init_std: float = 0.02  # standard deviation of random weights
     lora_rank: int = 0  # rank of the adapters on a frozen base; 0: all weights train
+    lora_alpha: int = 32  # the adapters' output is multiplied by alpha / rank
+    lora_dropout: float = 0.0  # applied to the adapters' input
     # Manifests under DATADIR. The files that they list are checked before a run. They may be
     # missing.
     manifests: tuple[str, ...] = ()
@@ -221,16 +224,6 @@ def rules_of_log(name: str, division: str, folder: Path | None) -> Rules | None:
         return rules_of(benchmark, configs.load(path, config_class(benchmark)))
     except ConfigError:  # the config of another benchmark
         return None
-
-
-def trainer_of(name: str) -> ModuleType:
-    """Import and return the `train.py` of benchmark `name`, which imports torch.
-
-    `throughput` uses its `high_priority_compute(config)` (see `start_processes`) and its
-    `assemble_random(config, rules, processes, seed)`, which returns an Assembly with random
-    weights.
-    """
-    return importlib.import_module(f"{name}.train")
 
 
 def measured_in(throughput_mode: str) -> str:

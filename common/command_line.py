@@ -86,8 +86,8 @@ def _refused_file_operation(error: OSError) -> StorageError:
 def program(parser: Callable[[], Parser], work: Callable[[Any], int | None]) -> Callable[..., int]:
     """Return the `main` of a command.
 
-    It parses its arguments (default: those of this process), calls `work` with them and returns the
-    exit code.
+    It parses its arguments (default: sys.argv[1:]), calls `work` with them and returns the exit
+    code.
     """
 
     def main(arguments: list[str] | None = None) -> int:
@@ -185,7 +185,7 @@ def minutes(text: str) -> float:
 
 
 def help_width() -> int:
-    """Return the width of help texts in columns: that of the terminal (COLUMNS), at most 100."""
+    """Return the width of help texts in columns: the terminal's (or COLUMNS), at most 100."""
     return min(shutil.get_terminal_size().columns - 2, 100)
 
 

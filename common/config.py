@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from common.errors import ConfigError, failure_of
-from common.linear_formats import FORMATS, LinearFormat, linear_format
+from common.linear_formats import FORMATS, LinearFormat
 
 FORMER_KEYS = ("fp8", "block_format", "healing")  # removed keys, now parts of the key linear
-# Largest value of a key. The limit of all other keys is that of a C int, 2^31 - 1.
+# Largest value of a key. The limit of all other keys is 2^31 - 1, the largest C int.
 LARGEST = {
     "hang_timeout_s": 604_800.0,  # a week
     "max_samples": 10**8,  # each process holds the order of its samples: 28 bytes per sample
@@ -69,11 +69,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         self._require_valid_numbers()
         self.require(
-            linear_format(self.linear) is not None,
+            self.linear in FORMATS,
             "linear",
-            "it is not a known number format",
-            f"choose one of {', '.join(FORMATS)}; "
-            "an emulated one takes options and an end (docs/number_formats.md)",
+            "it is not a known number format; only studies emulate others (docs/number_formats.md)",
+            f"choose one of {', '.join(FORMATS)}",
         )
         self._require_valid_environment()
         per_pass = self.micro_batch_size * self.world_size
@@ -197,14 +196,12 @@ class RunConfig:
 
         Master weights are always fp32.
         """
-        return "fp32" if self.gpu == "CPU" and not self.linear_format.stores_fp8 else "bf16"
+        return "fp32" if self.gpu == "CPU" and not self.linear_format.in_fp8 else "bf16"
 
     @property
     def linear_format(self) -> LinearFormat:
         """Number format that the key `linear` names."""
-        number_format = linear_format(self.linear)
-        assert number_format is not None, "checked when the config was made"
-        return number_format
+        return FORMATS[self.linear]
 
     @property
     def world_size(self) -> int:

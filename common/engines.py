@@ -189,7 +189,7 @@ def choose(
     """Return the engine of `operation`.
 
     `gpu`: architecture of the GPU, such as "sm_90"; "" for a CPU.
-    `environment`: environment variables (default: those of this process).
+    `environment`: environment variables (default: os.environ).
     `dtype`: "bf16", "fp8", or another one, for which torch is used.
 
     Raises ConfigError if the pinned engine is unknown, does not support this GPU and dtype, is not

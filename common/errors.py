@@ -1,9 +1,9 @@
 """Errors for the user: what happened, why, what to do, and an exit code for each kind.
 
-The exit code of the launcher is that of the error, and `failure.json` has the same fields. torchrun
-itself only ever returns 1. Therefore each rank writes its error to a rank record in the run
-directory (`write_rank_record`), where the launcher reads it. Standard library only: the launcher
-imports this module before torch.
+The launcher exits with the error's code, and `failure.json` has the error's fields. torchrun itself
+only ever returns 1. Therefore each rank writes its error to a rank record in the run directory
+(`write_rank_record`), where the launcher reads it. Standard library only: the launcher imports this
+module before torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DISK_ERRNOS = (
     errno.EROFS,
     errno.EIO,
     errno.ESTALE,
-    # Of remote file systems (NFS, Lustre, FUSE, CIFS), if the server or the device is away.
+    # Remote file systems (NFS, Lustre, FUSE, CIFS) whose server or device is away.
     errno.ENXIO,
     errno.ENODEV,
     errno.ENOTCONN,

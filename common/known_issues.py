@@ -1,8 +1,8 @@
 """Known issues of software versions (known_issues.toml), and which of them affect this machine.
 
 Preflight, the launcher's first screen and the self-test use this module. Versions are read without
-importing a package: that of torch from its metadata, those of ROCm and CUDA from torch/version.py.
-Standard library only.
+importing a package: torch's from its metadata, ROCm's and CUDA's from torch/version.py. Standard
+library only.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ one line says which process owns it, and is renewed every RENEW_S.
 - An owner on another machine or in another container counts as alive until it has been silent for
   SILENT_S. Then a person decides: `take_over`.
 
-Nobody removes a file before owning the lock, and a process owns it only if it sees no other owner
-after it has written its own file. Thus two processes cannot both own it, with or without flock.
+A process removes a file only if it owns the lock. It owns the lock only if it sees no other owner
+after it has written its own file. So two processes cannot both own it, with or without flock.
 Standard library only.
 """
 

@@ -30,7 +30,7 @@ def pip_install(*packages: str) -> str:
 def requirements(path: Path) -> list[tuple[str, str]]:
     """Return (name, line) of each package in a requirements file, including files named by -r."""
     packages: list[tuple[str, str]] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         text = line.partition("#")[0].strip()
         if text.startswith("-r "):
             packages += requirements(path.parent / text[3:].strip())

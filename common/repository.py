@@ -23,12 +23,12 @@ def git(root: Path, *arguments: str) -> bytes:
     """Return the output of a git command in the repository `root`. Raises GitError."""
     top = os.fsdecode(_output(root, "rev-parse", "--show-toplevel")).removesuffix("\n")
     if Path(top) != root.resolve():
-        raise GitError(f"{root} has no repository of its own, but is inside that of {top}")
+        raise GitError(f"{root} has no repository of its own, but is inside the repository {top}")
     return _output(root, *arguments)
 
 
 def commit_of(root: Path) -> str | None:
-    """Return the commit that is checked out in `root`, or None if git does not tell."""
+    """Return the commit that is checked out in `root`, or None after a GitError."""
     try:
         return git(root, "rev-parse", "HEAD").decode().strip()
     except GitError:
@@ -36,7 +36,7 @@ def commit_of(root: Path) -> str | None:
 
 
 def changes_of(root: Path) -> list[str] | None:
-    """Return the lines of `git status --porcelain`, or None if git does not tell.
+    """Return the lines of `git status --porcelain`, or None after a GitError.
 
     Each line is a file that differs from the commit or is not tracked.
     """

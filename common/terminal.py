@@ -118,7 +118,7 @@ def has_rich() -> bool:
 
 
 def columns(stream: TextIO) -> int:
-    """Return the width of `stream`: that of its terminal, or UNLIMITED."""
+    """Return the width of the terminal that `stream` writes to, or UNLIMITED if there is none."""
     if not stream.isatty():
         return UNLIMITED
     try:

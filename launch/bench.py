@@ -14,16 +14,15 @@ from common.measure.defaults import STEPS, WARMUP
 from common.terminal import print_stderr
 from launch import diagnosis, profilers
 from launch.job import Job, job_from, torchrun_command, trainer_environment
-from launch.job_command import job_parser, job_program, print_header, require_software
+from launch.job_command import job_main, job_parser, print_header, require_software
 from launch.processes.supervise import supervise
 from launch.selection.check import MEASURED_ANYWAY
-
-EXAMPLES = ("{} bench", "{} bench --steps 20 --layers 4")
 
 
 def parser(benchmark: str) -> Parser:
     """Return the argument parser of `bench`."""
-    parser = job_parser(benchmark, "bench", __doc__, EXAMPLES)
+    examples = ("{} bench", "{} bench --steps 20 --layers 4")
+    parser = job_parser(benchmark, "bench", __doc__, examples)
     add_bench_options(parser, STEPS, "number of timed steps")
     return parser
 
@@ -47,20 +46,18 @@ def add_bench_options(parser: Parser, steps: int, text: str) -> None:
 
 
 def start(benchmark: str, options: argparse.Namespace) -> int:
-    """Start `bench`, or print its command with --print. Return the exit code.
+    """Measure the throughput, or print the command with --print. Return the exit code.
 
-    Raises the errors of `job_from`, and ConfigError for more layers than the model has.
+    Raises the errors of `measured_job`.
     """
-    job = measured_job(benchmark, options)
-    if options.print:
-        print(shlex.join(bench_command(job, Path("DIR"), options)))
-        return 0
-    require_software(job)
-    return bench(job, options)
+    return measure(measured_job(benchmark, options), options)
 
 
 def measured_job(benchmark: str, options: argparse.Namespace) -> Job:
-    """Return the job that `bench` or `profile` measures, after printing its first lines."""
+    """Return the job that `bench` or `profile` measures, after printing its first lines.
+
+    Raises the errors of `job_from`, and ConfigError for more layers than the model has.
+    """
     job = job_from(benchmark, options, *MEASURED_ANYWAY)
     require_layers(options.layers or 0, job.rules.shape.num_layers)
     print_header(job, None)
@@ -88,8 +85,15 @@ def bench_command(job: Job, folder: Path, options: argparse.Namespace) -> list[s
     return torchrun_command(job, folder, arguments)
 
 
-def bench(job: Job, options: argparse.Namespace) -> int:
-    """Measure the throughput on synthetic tokens. Return 0, or the exit code of the failure."""
+def measure(job: Job, options: argparse.Namespace) -> int:
+    """Run the processes of `bench` or `profile`, or print their command with --print.
+
+    Return 0, or the exit code of the failure.
+    """
+    if options.print:
+        print(shlex.join(bench_command(job, Path("DIR"), options)))
+        return 0
+    require_software(job)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         (folder / job.selection.log_name).write_text(job.config.as_toml())
@@ -105,7 +109,7 @@ def bench(job: Job, options: argparse.Namespace) -> int:
         return error.exit_code
 
 
-main = job_program("bench", parser, start)
+main = job_main("bench", parser, start)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -160,8 +160,8 @@ OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
 def read(arguments: list[str]) -> tuple[str, list[str]]:
     """Parse a command line: return its requirements file and Python's arguments for its module.
 
-    The requirements file is that of Command.needs, "" for none. Raise ConfigError for a line
-    that is not valid. Raise SystemExit after printing the help or the version.
+    The requirements file is Command.needs, "" for none. Raise ConfigError for a line that is not
+    valid. Raise SystemExit after printing the help or the version.
     """
     words: list[str] = []
     asks_for_help = False
@@ -203,6 +203,12 @@ def has_command(benchmark: str, name: str) -> bool:
     if COMMANDS[name].module != IN_BENCHMARK:
         return True
     return (ROOT / benchmark / f"{name}.py").is_file()
+
+
+def commands_of(benchmark: str) -> list[str]:
+    """Return the commands that go with `benchmark`."""
+    names = [name for name, command in COMMANDS.items() if command.benchmark != NEVER]
+    return [name for name in names if has_command(benchmark, name)]
 
 
 def _module_of(name: str, benchmark: str) -> str:
@@ -282,8 +288,7 @@ def _unknown_command(name: str, benchmark: str) -> ConfigError:
             line = f"{benchmark} {intended}"
         do = f"did you mean {PROGRAM} {line}?"
     else:
-        commands = [each for each in known if COMMANDS[each].benchmark != NEVER]
-        do = f"choose one of: {', '.join(commands)}"
+        do = f"choose one of: {', '.join(commands_of(benchmark))}"
     return ConfigError(f"unknown command: {name}", f"{benchmark} has no such command", do)
 
 
@@ -361,17 +366,9 @@ def parser_of(name: str, benchmark: str) -> Parser | None:
         return parser
     parser = command.parser() if COMMANDS[name].benchmark == NEVER else command.parser(benchmark)
     if name == "run":
-        parser.description += f"\n\n{_other_commands(benchmark)}"
+        others = ", ".join(each for each in commands_of(benchmark) if each != name)
+        parser.description += f"\n\nOther commands of {benchmark}, each with --help: {others}."
     return parser
-
-
-def _other_commands(benchmark: str) -> str:
-    """Return a sentence of the help of `run`, which is the default command."""
-    others = []
-    for name, command in COMMANDS.items():
-        if name != "run" and command.benchmark != NEVER and has_command(benchmark, name):
-            others.append(name)
-    return f"Other commands of {benchmark}, each with --help: {', '.join(others)}."
 
 
 def overview() -> str:
@@ -399,7 +396,7 @@ def overview() -> str:
 def version() -> str:
     """Return the program's name and version, followed by the commit in a git repository.
 
-    Name and version are those of pyproject.toml, or else of the installed package.
+    Name and version come from pyproject.toml, or else from the installed package.
     """
     try:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from common import benchmarks
-from common.command_line import Parser, exit_code_of
-from launch.cli import ALWAYS, COMMANDS, NEVER, has_command, parser_of
+from common.command_line import Parser, program
+from launch.cli import ALWAYS, COMMANDS, NEVER, commands_of, has_command, parser_of
 
 PROGRAM = "run_and_time.sh"
 FUNCTION = "_run_and_time"  # prefix of the functions that complete values
@@ -59,9 +59,8 @@ def command_tree() -> argparse.ArgumentParser:
     for benchmark in known:
         default = _add(first, benchmark, parser_of("run", benchmark))
         commands = default.add_subparsers()
-        for name, command in COMMANDS.items():
-            if command.benchmark != NEVER and has_command(benchmark, name):
-                _add(commands, name, parser_of(name, benchmark))
+        for name in commands_of(benchmark):
+            _add(commands, name, parser_of(name, benchmark))
     for name, command in COMMANDS.items():
         needs_benchmark = command.benchmark == ALWAYS
         without = _add(first, name, None if needs_benchmark else parser_of(name, ""))
@@ -141,9 +140,7 @@ def _word_completion(words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str]) -> None:
-    print(script(parser().parse_args(arguments).shell), end="")
-
+main = program(parser, lambda options: print(script(options.shell), end=""))
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
+    sys.exit(main())

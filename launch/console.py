@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.benchmarks import Rules
-from common.records import ledger, rcp, windows
+from common.records import ledger, rcp, run_states, windows
+from common.records.run_record import RunRecord
 from common.terminal import plural, shown
-from launch.diagnosis import RunResult
 from launch.processes.ranks import parse_cpu_list
 from launch.selection.check import Choice
 
@@ -95,31 +95,23 @@ def expectation(selection: Choice, rules: Rules) -> str:
     return f"{target}; {reference}; limit {config.max_samples:,} sequences"
 
 
-def closing(
-    result: RunResult,
-    run_dir: Path,
-    error_lines: str,
-    checked: bool,
-    miniature: bool,
-    has_target: bool = True,
-) -> list[str]:
+def closing(run: RunRecord, error_lines: str, checked: bool) -> list[str]:
     """Return the lines after a run: the result first, then where to look.
 
     `checked`: whether the log passed its check.
     """
-    minutes = f" in {result.seconds / 60:.2f} minutes" if result.seconds is not None else ""
-    end = "target reached" if has_target else "finished"
+    minutes = f" in {run.minutes:.2f} minutes" if run.minutes is not None else ""
+    end = run_states.words(run_states.GOOD, run.has_target)
     lines = []
-    if result.stands:
-        lines.append(f"{end} with {result.samples:,} sequences{minutes}")
+    if run.stands:
+        lines.append(f"{end} with {run.trained or 0:,} sequences{minutes}")
     if error_lines:
-        lines += [error_lines, f"  see  {shown(run_dir / 'failure.json')}"]
+        lines += [error_lines, f"  see  {shown(run.folder / 'failure.json')}"]
     elif checked:
         lines.append("log check: passed (MLCommons checker and additional checks)")
-    if miniature:
+    if run.is_miniature:
         lines.append("The miniature is NOT a benchmark result.")
-    report = ", report.html" if (run_dir / "report.html").is_file() else ""
-    return [*lines, f"results: {shown(run_dir)}{report}"]
+    return [*lines, f"results: {shown(run.folder)}"]
 
 
 def series_closing(

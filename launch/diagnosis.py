@@ -13,12 +13,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import (
     DISK_ERRNOS,
-    ConfigError,
     Hang,
     Interrupted,
     RankLost,
@@ -27,30 +25,11 @@ from common.errors import (
     TargetMissed,
     write_record,
 )
-from common.records import mlperf_log
+from common.records.run_record import RunRecord
 from launch import flight_recorder
 from launch.run_directory import PATIENCE_S
 
 RETRY_S = 0.5  # between attempts to read the log
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Outcome of a run according to `result.txt`."""
-
-    seconds: float | None = None  # from run_start to run_stop; None if one of them is missing
-    status: str = ""  # "success", "aborted", or "" without a run_stop
-    samples: int = 0
-    started: bool = False  # whether the log has a run_start
-    unreadable: str = ""  # why the log cannot be read, if the disk is the cause
-
-    @property
-    def stands(self) -> bool:
-        """Whether the run reached its goal. run_stop decides it, whatever fails afterwards.
-
-        Only a failed check of the log or of the weights can take it back.
-        """
-        return self.status == "success"
 
 
 def signal_name(number: int) -> str:
@@ -61,36 +40,27 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def read_result(path: Path) -> RunResult:
-    """Return the outcome in the log at `path`, an empty RunResult if it is missing or damaged.
+def read_result(path: Path) -> RunRecord:
+    """Return the run in the log at `path`.
 
     An unreadable log raises no error, because every attempt needs an entry in the ledger. Reading
     is tried again for PATIENCE_S seconds if the disk fails.
     """
     end = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            log = mlperf_log.read(path, repeated=())
-            break
-        except (ConfigError, OSError) as error:
-            cause = error if isinstance(error, OSError) else error.__context__
-            if not isinstance(cause, OSError) or cause.errno not in DISK_ERRNOS:
-                return RunResult()
-            if time.monotonic() > end:
-                return RunResult(unreadable=cause.strerror or str(cause))
-            time.sleep(RETRY_S)
-    start = log.first("run_start")
-    stop = log.first("run_stop")
-    if stop is None:
-        return RunResult(started=start is not None)
-    seconds = (stop.time_ms - start.time_ms) / 1000 if start else None
-    status = stop.metadata.get("status")
-    return RunResult(
-        seconds,
-        status if isinstance(status, str) else "",
-        stop.samples if type(stop.samples) is int else 0,
-        start is not None,
-    )
+    run = RunRecord.read(path)
+    while disk_error(run) and time.monotonic() <= end:
+        time.sleep(RETRY_S)
+        run = RunRecord.read(path)
+    return run
+
+
+def disk_error(run: RunRecord) -> str:
+    """Return why the log of `run` cannot be read, if the disk is the cause, else ""."""
+    error = run.unreadable
+    cause = error if isinstance(error, OSError) else error and error.__context__
+    if isinstance(cause, OSError) and cause.errno in DISK_ERRNOS:
+        return cause.strerror or str(cause)
+    return ""
 
 
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
@@ -212,7 +182,7 @@ def _died_silently(rank: int, run_dir: Path, entry: dict | None) -> RunError:
             "fix the cause that the message names",
         )
         for family in RunError.__subclasses__():
-            # A family without a code of its own, such as Interrupted, has that of RunError.
+            # A family without its own code, such as Interrupted, has RunError's.
             if family.exit_code == code != RunError.exit_code:
                 error.kind = family.kind
         error.exit_code = code

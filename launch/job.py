@@ -18,7 +18,7 @@ from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
 from common.machine.hardware import Probe
 from common.paths import ROOT, data_folder
-from common.records.run_order import continued_run, oldest_first
+from common.records.run_record import RunRecord
 from common.records.trackers import require_installed
 from common.terminal import plural, print_stderr, shown
 from common.training.continuation import (
@@ -161,7 +161,7 @@ class Job:
         on_gpus = self.selection.device == "cuda" and self.gpus.devices
         gpu = self.gpus.devices[0].arch if on_gpus else ""
         environment = {**self.environment, **self.config.env}
-        operations = engines.operations(self.config.linear_format.stores_fp8)
+        operations = engines.operations(self.config.linear_format.in_fp8)
         return engines.choose_engines(gpu, environment, self.config.precision, operations)
 
     @property
@@ -245,14 +245,14 @@ def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> SavedChe
     not, unless one of them reached its target. A run whose chain has no checkpoint of this config
     is passed over. Raises WeightsError if a checkpoint is damaged.
     """
-    runs = {run.name: run for run in oldest_first(folder)}
-    links = {name: continued_run(run) for name, run in runs.items()}
+    runs = {run.folder.name: run for run in RunRecord.in_folder(folder)}
+    links = {name: run.continues for name, run in runs.items()}
     for name in reversed(runs):
         chain = [runs[each] for each in _chain(name, links) if each in runs]
-        saved = _checkpoints_of(chain, benchmark, config)
+        saved = _checkpoints_of([run.folder for run in chain], benchmark, config)
         if not saved:
             continue
-        if any(read_result(run / "result.txt").status == "success" for run in chain):
+        if any(read_result(run.path).stands for run in chain):
             return None
         return max(saved, key=lambda checkpoint: checkpoint.facts["step"])
     return None
@@ -311,11 +311,11 @@ def directories(
 
 
 def ensure_data(job: Job) -> None:
-    """Make sure that a run has data and weights. Build those of the miniature if necessary.
+    """Make sure that a run has data and weights. Build the miniature's if necessary.
 
     Raises DataError if data are missing, damaged or too short and cannot be built, and WeightsError
     if the weights are missing. For a full benchmark, the error says how to get them. Raises
-    ConfigError if data or a frozen base are not those of the run that --continue names.
+    ConfigError if data or a frozen base differ from the record of the continued run.
     """
     _ensure_data_files(job)
     job.rules.require_data(job.config, job.data_dir)
@@ -368,9 +368,9 @@ def _require_weights(job: Job) -> None:
 
 
 def _require_files_of_checkpoint(job: Job, folder: Path, facts: dict) -> None:
-    """Raise ConfigError if the job's data or frozen base are not those of the checkpoint `folder`.
+    """Raise ConfigError if the job's data or frozen base differ from the record in `folder`.
 
-    A checkpoint without a record of them is accepted with a note.
+    A checkpoint without such a record is accepted with a note.
     """
     rules = job.rules
     if DATA_FILES in facts:

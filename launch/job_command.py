@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.benchmarks import config_keys, example_config
-from common.command_line import PROGRAM, Parser, add_set_option, exit_code_of
+from common.command_line import PROGRAM, Parser, add_set_option, program
 from common.known_issues import installed
 from common.machine.hardware import config_names
 from common.paths import ROOT
@@ -24,17 +24,12 @@ from launch.torch_build import missing_compiler, require_fitting_torch
 
 
 def job_parser(
-    benchmark: str,
-    name: str,
-    about: str | None,
-    examples: Sequence[str],
-    set_note: str = "",
-    printed: str = "the command",
+    benchmark: str, name: str, about: str | None, examples: Sequence[str], set_note: str = ""
 ) -> Parser:
     """Return a parser of command `name` with the options that all these commands have.
 
     `examples`: command lines with {} for the benchmark, and a second {} for one of its configs.
-    `set_note`: added to the help of --set. `printed`: what --print prints besides the config.
+    `set_note`: added to the help of --set.
     """
     shipped = ships_configs(benchmark)
     parser = Parser(f"{benchmark} {name}", about, _filled(examples, benchmark, shipped))
@@ -56,11 +51,8 @@ def job_parser(
         choices=("cpu", "cuda"),
         help="device to use (default: the GPUs if there are any; cuda includes ROCm)",
     )
-    parser.add_argument(
-        "--print",
-        action="store_true",
-        help=f"print the name of the config and {printed}, and start nothing",
-    )
+    text = "print the name of the config and what would be started, and start nothing"
+    parser.add_argument("--print", action="store_true", help=text)
     return parser
 
 
@@ -72,19 +64,14 @@ def ships_configs(benchmark: str) -> bool:
 def _filled(examples: Sequence[str], benchmark: str, shipped: bool) -> list[str]:
     """Return the examples of a help. A benchmark without configs needs --config in each line."""
     config = example_config(benchmark, "CPU_1x1", "stdlib_10m")
-    lines = []
-    for example in examples:
-        line = example.format(benchmark, config)
-        if not shipped and "--config" not in line:
-            line += f" --config {config}"
-        lines.append(line)
-    return lines
+    lines = [example.format(benchmark, config) for example in examples]
+    if shipped:
+        return lines
+    return [line if "--config" in line else f"{line} --config {config}" for line in lines]
 
 
-def job_program(
-    name: str,
-    parser: Callable[[str], Parser],
-    start: Callable[[str, argparse.Namespace], int],
+def job_main(
+    name: str, parser: Callable[[str], Parser], start: Callable[[str, argparse.Namespace], int]
 ) -> Callable[[list[str]], int]:
     """Return the `main` of command `name`, whose arguments are the benchmark and the options.
 
@@ -96,29 +83,23 @@ def job_program(
         raise_at_signals()
         benchmark, *rest = arguments
 
-        def work() -> int:
-            options = parser(benchmark).parse_args(rest)
+        def work(options: argparse.Namespace) -> int:
             options.command = shlex.join([PROGRAM, benchmark, name, *rest])
             return start(benchmark, options)
 
-        return exit_code_of(work)
+        return program(lambda: parser(benchmark), work)(rest)
 
     return main
 
 
 def print_header(job: Job, directories: tuple[Path, Path] | None) -> None:
-    """Print the lines of `header`, notes, and the engines. Raise as `_print_engines` does."""
-    inform(*header(job.benchmark, job.selection, job.rules, directories, job.cpus))
-    if job.node.count == 1 and (note := note_on_one_node(job.environment)):
-        inform(f"NOTE       {note}")
-    _print_engines(job)
-
-
-def _print_engines(job: Job) -> None:
-    """Print the engines that a job on GPUs uses, and why faster ones are not used.
+    """Print the lines of `header`, notes, and on GPUs the engines and why faster ones are not used.
 
     Raise ConfigError if a pinned engine cannot be used, also on a CPU.
     """
+    inform(*header(job.benchmark, job.selection, job.rules, directories, job.cpus))
+    if job.node.count == 1 and (note := note_on_one_node(job.environment)):
+        inform(f"NOTE       {note}")
     in_use = job.engines
     if job.selection.device == "cuda":
         inform(*in_use.lines())

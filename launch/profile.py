@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
@@ -12,15 +11,11 @@ from common.errors import ConfigError
 from common.measure.defaults import PROFILED_STEPS
 from common.terminal import print_stderr
 from launch import profilers, run_directory
-from launch.bench import add_bench_options, bench, bench_command, measured_job
+from launch.bench import add_bench_options, measure, measured_job
 from launch.job import Job
-from launch.job_command import job_parser, job_program, require_software
+from launch.job_command import job_main, job_parser
 
-EXAMPLES = (
-    "{} profile --steps 3 --out profile",
-    "{} profile --memory",
-    "{} profile --with nsys",
-)
+EXAMPLES = ("{} profile --steps 3 --out profile", "{} profile --memory", "{} profile --with nsys")
 
 
 def parser(benchmark: str) -> Parser:
@@ -52,26 +47,17 @@ def parser(benchmark: str) -> Parser:
 
 
 def start(benchmark: str, options: argparse.Namespace) -> int:
-    """Start `profile`, or print its command with --print. Return the exit code.
+    """Profile steps into --out, and say how to read the files. With --print, only the command.
 
-    Raises the errors of `measured_job` and `profile_directory`.
+    Return the exit code. Raises the errors of `measured_job` and `profile_directory`, and
+    StorageError if --out cannot be written.
     """
     job = measured_job(benchmark, options)
     options.out = profile_directory(job, options)
-    if options.print:
-        print(shlex.join(bench_command(job, Path("DIR"), options)))
-        return 0
-    require_software(job)
-    return profile(job, options)
-
-
-def profile(job: Job, options: argparse.Namespace) -> int:
-    """Run a bench whose steps are profiled into --out, and say how to read the files.
-
-    Return the exit code. Raises StorageError if --out cannot be written.
-    """
-    run_directory.require_writable(options.out, "--out")
-    if code := bench(job, options):
+    if not options.print:
+        run_directory.require_writable(options.out, "--out")
+    code = measure(job, options)
+    if code or options.print:
         return code
     guide = f"profile    {options.out}: profile.json, and trace.json.gz for ui.perfetto.dev"
     if options.tool:
@@ -112,7 +98,7 @@ def profile_directory(job: Job, options: argparse.Namespace) -> Path:
     return folder
 
 
-main = job_program("profile", parser, start)
+main = job_main("profile", parser, start)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

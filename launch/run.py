@@ -25,6 +25,7 @@ from common.errors import (
 )
 from common.estimate.verdict import expected_memory
 from common.paths import ROOT
+from common.records.run_record import RunRecord
 from common.terminal import inform, print_stderr, shown
 from common.training.continuation import newest
 from launch import diagnosis, page_cache, run_directory, series
@@ -70,6 +71,7 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
         # All runs of a series use the same engines, so they are pinned. If the self-test of a
         # pinned engine fails, the series stops.
         job = replace(job, environment={**job.environment, **engines.pins()})
+    folder = job.log_dir / job.benchmark
 
     try:
         with Nodes(job.node, job.config.gpus_per_node) as nodes:
@@ -78,14 +80,14 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
                 _follow_next_run(job, versions, nodes)
             execute = functools.partial(run_once, job, versions, nodes)
             nodes.exit_code = series.run(
-                job.log_dir, job.benchmark, job.selection, series_identity, request, execute
+                folder, job.selection, series_identity, request, execute, write_report
             )
     except LeaderEnded as end:
         print_stderr(end.what, *filter(None, [end.why]))
         return end.exit_code
     if request.goal > 1 or request.resume:
         # Report of the whole series, in the folder of the ledger.
-        write_report(job.log_dir / job.benchmark)
+        write_report(folder)
     return nodes.exit_code
 
 
@@ -111,7 +113,7 @@ def _follow_next_run(job: Job, versions: dict, nodes: Nodes) -> None:
 def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -> series.RunOutcome:
     """Make one timed run in `run_dir`.
 
-    It is good if it reached the target and its log did not fail the checks. What fails after
+    It is good if it reached the target and its log did not fail the checks. A failure after
     run_stop is a late error of a good run.
     """
     nodes.announce(run_dir.name, seed)
@@ -138,16 +140,14 @@ def _train_and_judge(
     nodes.finish(run_dir, stop=ending.returncode != 0 or ending.signal_number != 0)
     mlperf_line(f"ENDING TIMING RUN AT {time.strftime(DATE)}")
     result = diagnosis.read_result(run_dir / "result.txt")
-    if result.seconds is not None:
+    if result.minutes is not None:
         org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
-        mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.seconds:.0f},{org},{start_date}")
+        mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.minutes * 60:.0f},{org},{start_date}")
     error, late_errors = judge(job, nodes, run_dir, ending, gone, result)
     nodes.failure = f"{error.what}: {error.why}" if error else ""
-    write_report(run_dir)
     lines = error.lines() if error else ""
     checked = not error and all(late.kind != NOT_CHECKED for late in late_errors)
-    has_target = bool(job.rules.target_loss)
-    print_stderr(*closing(result, run_dir, lines, checked, job.config.miniature, has_target))
+    print_stderr(*closing(result, lines, checked))
     if received:
         late_errors.append(Interrupted(received[0]))
     if late_errors:
@@ -214,7 +214,7 @@ def judge(
     run_dir: Path,
     ending: Ending,
     gone: StorageError | None,
-    result: diagnosis.RunResult,
+    result: RunRecord,
 ) -> tuple[RunError | None, list[RunError]]:
     """Return (error, late errors).
 
@@ -252,7 +252,7 @@ def _failure_of_processes(
     run_dir: Path,
     ending: Ending,
     gone: StorageError | None,
-    result: diagnosis.RunResult,
+    result: RunRecord,
 ) -> tuple[RunError | None, dict]:
     """Return why the processes did not end normally, and the record of the rank that failed.
 
@@ -293,9 +293,9 @@ def _failure_of_processes(
         return unopened, {}
     if ending.returncode or nodes.failed:
         return diagnosis.diagnose(run_dir, job.config.world_size)
-    if result.unreadable:
+    if unreadable := diagnosis.disk_error(result):
         unknown = StorageError(
-            f"cannot read {run_dir / 'result.txt'}: {result.unreadable}",
+            f"cannot read {run_dir / 'result.txt'}: {unreadable}",
             "so it is not known whether the run reached its target",
             "check the mount and the kernel log; then ./run_and_time.sh check shows the result",
         )
@@ -345,7 +345,7 @@ def write_report(folder: Path) -> None:
     if answer.returncode:
         print_stderr("note: no report was written:", *answer.stdout.splitlines()[-1:])
     else:
-        inform(*answer.stdout.splitlines()[1:])  # everything but the path, which is the first line
+        inform(f"report: {shown(folder / 'report.html')}", *answer.stdout.splitlines()[1:])
 
 
 def _captured(module: str, argument: str) -> subprocess.CompletedProcess[str]:

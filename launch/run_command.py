@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from common.benchmarks import names_mlperf
-from common.command_line import Parser, refuse_without
+from common.command_line import PROGRAM, Parser, refuse_without
 from common.errors import ConfigError
 from common.paths import ROOT
 from common.records.trackers import TRACKERS
@@ -30,13 +30,7 @@ from common.terminal import inform
 from common.training.log_keys import submission_status
 from launch import series, system_settings
 from launch.job import AUTO, job_from, trainer_command
-from launch.job_command import (
-    job_parser,
-    job_program,
-    print_header,
-    require_software,
-    ships_configs,
-)
+from launch.job_command import job_main, job_parser, print_header, require_software, ships_configs
 from launch.run import run_all
 
 EXAMPLES = ("{}", "{} --set max_samples=2048", "{} --config {} --print")
@@ -85,7 +79,7 @@ def _add_options_of_one_run(parser: Parser, shipped: bool) -> None:
         help="apply the settings of `system-tuning apply` for the duration of the run (needs sudo) "
         "and restore them afterwards",
     )
-    parser.add_argument("--tune", action=_FormerTune, nargs=0, help=argparse.SUPPRESS)
+    parser.add_argument("--tune", nargs="?", const="", type=_refuse_tune, help=argparse.SUPPRESS)
     parser.add_argument(
         "--track",
         action="append",
@@ -103,7 +97,7 @@ def _add_options_of_one_run(parser: Parser, shipped: bool) -> None:
         dest="continues",
         type=_run_to_continue,
         metavar="RUN",
-        help="resume from the checkpoint in this run's directory; auto: from that of the last "
+        help="resume from the checkpoint in this run's directory; auto: continue the last "
         "unfinished run with this config, if there is one (for research only; cannot be "
         "submitted)",
     )
@@ -114,16 +108,12 @@ def _run_to_continue(run: str) -> Path:
     return AUTO if run == str(AUTO) else Path(run).absolute()
 
 
-class _FormerTune(argparse.Action):
-    """The former name of --system-tuning, which is refused."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        run = parser.prog.removesuffix(" run")
-        raise ConfigError(
-            "--tune is now --system-tuning",
-            "tune is the command that searches for the fastest config",
-            f"{run} --system-tuning, or {run} tune",
-        )
+def _refuse_tune(_: str) -> None:
+    raise ConfigError(
+        "--tune is now --system-tuning",
+        "tune is the command that searches for the fastest config",
+        f"use --system-tuning, or {PROGRAM} BENCHMARK tune",
+    )
 
 
 def start(benchmark: str, options: argparse.Namespace) -> int:
@@ -156,7 +146,7 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
         return run_all(job, request)
 
 
-main = job_program("run", parser, start)
+main = job_main("run", parser, start)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -33,13 +33,13 @@ OPTIONAL = (
 )
 
 
-def create(log_dir: Path, benchmark: str, config_stem: str, seed: int) -> Path:
-    """Create LOGDIR/<benchmark>/<date>_<config>_seed<seed> and `fill` it. Raises StorageError."""
-    return fill(create_new(log_dir / benchmark / f"{date()}_{config_stem}_seed{seed}"))
+def create(folder: Path, config_stem: str, seed: int) -> Path:
+    """Create <folder>/<date>_<config>_seed<seed> and `fill` it. Raises StorageError."""
+    return fill(create_new(folder / f"{date()}_{config_stem}_seed{seed}"))
 
 
 def date() -> str:
-    """Return the present date and time in UTC, for names. Order is that of the records."""
+    """Return the present date and time in UTC, for names. Runs are ordered by their records."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime())
 
 

@@ -19,7 +19,7 @@ import shlex
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from common import lock_files
@@ -36,6 +36,7 @@ from common.errors import (
 )
 from common.records import ledger, run_states
 from common.records.rcp import SUBMISSION_RUNS
+from common.records.run_record import RunRecord
 from common.terminal import duration, plural, print_stderr, shown
 from common.training.continuation import SavedCheckpoint, require_same
 from launch import diagnosis, run_directory
@@ -62,7 +63,7 @@ class RunOutcome:
     """Result of one attempt; `error` is None for a good run."""
 
     error: RunError | None
-    result: diagnosis.RunResult = field(default_factory=diagnosis.RunResult)
+    result: RunRecord
     cache: str = ""
     # Failures after run_stop, which leave a good run good: a signal, or a file that is missing.
     late_errors: tuple[RunError, ...] = ()
@@ -83,6 +84,7 @@ class RunOutcome:
 
 
 Execute = Callable[[Path, int], RunOutcome]  # arguments: run directory, seed
+Report = Callable[[Path], None]  # writer of a run's page. Argument: run directory
 
 
 def request_from(
@@ -218,10 +220,10 @@ class SeriesRunner:
             "exit_code": 0,
             "kind": run_states.GOOD,
             "reason": "; ".join(late.what for late in outcome.late_errors),
-            "minutes": None if result.seconds is None else round(result.seconds / 60, 6),
-            "samples": result.samples,
+            "minutes": None if result.minutes is None else round(result.minutes, 6),
+            "samples": result.trained or 0,
             "cache": outcome.cache,
-            "clock": result.started,
+            "clock": result.clock_started,
         }
         if error:
             ending |= {"exit_code": error.exit_code, "kind": error.kind, "reason": error.what}
@@ -239,14 +241,16 @@ class SeriesRunner:
 
 
 def run(
-    log_dir: Path,
-    benchmark: str,
+    folder: Path,
     selection: Choice,
     identity: dict,
     request: SeriesRequest,
     execute: Execute,
+    report: Report,
 ) -> int:
-    """Start runs until the request is fulfilled, and return the exit code:
+    """Start runs in `folder`, LOGDIR/<benchmark>, until the request is fulfilled.
+
+    Return the exit code:
 
     - 0 if enough runs are good and their files were saved as requested
     - 128 + n after signal n
@@ -256,20 +260,20 @@ def run(
     Raise ConfigError if no series can be resumed, and StorageError if the ledger or a run directory
     cannot be written.
     """
-    with _open(log_dir / benchmark, selection, identity, request) as series:
+    with _open(folder, selection, identity, request) as series:
         try:
-            return make_attempts(series, log_dir, benchmark, request, execute)
+            return make_attempts(series, request, execute, report)
         finally:
             record = series.record
             if record.goal > 1 or len(record.starts) > 1:
                 not_for_submission = (
                     selection.config.miniature or selection.log_name != selection.path.name
                 )
-                print_stderr(*series_closing(benchmark, series.path, record, not_for_submission))
+                print_stderr(*series_closing(folder.name, series.path, record, not_for_submission))
 
 
 def make_attempts(
-    series: SeriesRunner, log_dir: Path, benchmark: str, request: SeriesRequest, execute: Execute
+    series: SeriesRunner, request: SeriesRequest, execute: Execute, report: Report
 ) -> int:
     """Start runs until the series has its number of good ones, and return the exit code."""
     record = series.record
@@ -282,10 +286,11 @@ def make_attempts(
             )
             print_stderr(f"attempt    {record.next_attempt}; {counts}")
         seed = series.seed() if request.seed is None else request.seed
-        run_dir = run_directory.create(log_dir, benchmark, series.selection.path.stem, seed)
+        run_dir = run_directory.create(series.folder, series.selection.path.stem, seed)
         start = series.start(run_dir, seed)
         outcome = _outcome(execute, run_dir, seed)
         series.end(start, outcome)
+        report(run_dir)
         for failure in (outcome.error, *outcome.late_errors):
             if isinstance(failure, Interrupted):
                 return failure.exit_code
@@ -443,7 +448,7 @@ def _enter_as_lost(series: SeriesRunner, start: dict) -> None:
     why = "it was killed, or the machine went down"
     result = diagnosis.read_result(run_dir / "result.txt")
     if result.stands:
-        do = f"check its log, which nobody has checked: ./run_and_time.sh check {shown(run_dir)}"
+        do = f"check its log, which has not been checked: ./run_and_time.sh check {shown(run_dir)}"
         series.end(start, RunOutcome(None, result, late_errors=(RankLost(what, why, do),)))
         return
     do = "nothing to do: the series continues without this run, whose directory is kept"

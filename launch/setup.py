@@ -8,10 +8,11 @@ Python.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
-from common.command_line import Parser, exit_code_of
+from common.command_line import Parser, program
 from common.paths import ROOT
 from common.terminal import inform
 from launch.environment import ALL, python_for
@@ -30,18 +31,17 @@ def parser() -> Parser:
     return parser
 
 
-def setup(build: str) -> None:
-    """Install the packages into .venv. `build`: the build of torch, "" for this machine's."""
+def setup(options: argparse.Namespace) -> None:
+    """Install the packages into .venv."""
     raise_at_signals()
-    print(python_for(ROOT / ALL, ROOT / ".venv", build))
-    has_gpu = (build or suitable_builds(os.environ)[0]) != "cpu"
+    print(python_for(ROOT / ALL, ROOT / ".venv", options.build))
+    has_gpu = (options.build or suitable_builds(os.environ)[0]) != "cpu"
     if has_gpu and (missing := missing_compiler()):
         inform(f"NOTE  {missing}, on the machine with the GPUs")
 
 
-def main(arguments: list[str]) -> int:
-    return exit_code_of(lambda: setup(parser().parse_args(arguments).build))
+main = program(parser, setup)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

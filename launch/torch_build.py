@@ -108,7 +108,7 @@ def nvidia_builds(
 
 
 def _effective_driver(driver: str, environment: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the version of `driver`, or that of the libcuda in LD_LIBRARY_PATH if it is newer.
+    """Return the version of `driver`, or of a newer libcuda in LD_LIBRARY_PATH.
 
     The packages cuda-compat-* install such a libcuda.
     """
@@ -134,7 +134,7 @@ def installed_build() -> str:
 def require_fitting_torch(
     gpus: Probe, versions: Mapping[str, str], environment: Mapping[str, str]
 ) -> None:
-    """Raise PreflightError if the installed torch cannot use `gpus`, those of this machine.
+    """Raise PreflightError if the installed torch cannot use this machine's `gpus`.
 
     `versions`: of torch and its libraries (common.known_issues.installed).
     """

@@ -98,8 +98,8 @@ def read_rows(folder: Path, split: str, rules: Rules) -> np.ndarray:
 def check_rows(rows: np.ndarray, split: str, rules: Rules, source: str) -> None:
     """Raise DataError unless int32 [rows, 2, sequence] are ids and unshifted labels of a split.
 
-    `source`: their file, for the message. The number of rows must be that of the rules. Each row
-        needs a label that counts, because its mean loss would be 0/0 otherwise.
+    `source`: their file, for the message. The rules fix the number of rows. Each row needs a
+        label that counts, because its mean loss would be 0/0 otherwise.
     """
     expected = rules.train_samples if split == "train" else rules.eval_samples
     if len(rows) != expected:
@@ -169,7 +169,7 @@ def train_batches(
 
     `rows`: the result of `read_rows`.
 
-    Each is int32 [micro_batch_size, 2, sequence]. The order is that of shuffled_micro_batches.
+    Each is int32 [micro_batch_size, 2, sequence], in the order of `shuffled_micro_batches`.
     """
     micro_batches = shuffled_micro_batches(
         len(rows), seed, global_batch_size, micro_batch_size, rank, world_size, step

@@ -2,20 +2,20 @@
 
 A file is an array of Python objects, one dict per sequence: input_ids, loss_mask (0 or 1),
 seq_start_id. numpy stores object arrays as a pickle, and a pickle can call any function by name
-(CVE-2019-6446). This reader accepts only the four names that numpy's arrays need. It replaces each
-with `Stored`, which keeps arguments and state as plain data. Numbers come from `numpy.frombuffer`
-with a type of NUMBERS, so numpy's own unpickling code never reads the file. Only `prepare
-convert-npy` uses this reader. A run reads no pickle.
+(CVE-2019-6446). This reader accepts only the four names that numpy's arrays need, and loads each as
+a stand-in from this file. numpy's own code is not safe here: given a type with a field of objects,
+it reads numbers of the file as pointers. Only `prepare convert-npy` uses this reader. A run reads
+no pickle.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import multiprocessing
 import pickle
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -24,19 +24,9 @@ from common.errors import DataError, StorageError
 from llama2_70b_lora.data import IGNORE_INDEX, check_rows, write_rows
 from llama2_70b_lora.rules import DATA_FILES, Rules
 
-# Types of numbers: byte order, then kind and size.
-CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
-NUMBERS = {order + code for order in "<>|" for code in CODES}
-# (module, name) that a pickle may contain.
-ALLOWED = {
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("numpy.core.multiarray", "_reconstruct"),  # numpy 1
-    ("numpy.core.multiarray", "scalar"),
-    ("numpy._core.multiarray", "_reconstruct"),  # numpy 2
-    ("numpy._core.multiarray", "scalar"),
-}
-ROW_LIMIT = 1_000_000  # limit of values in one row; three lists of 8,192 numbers need fewer
+OBJECTS = "O8"
+# Types of a stored array: kind and size.
+CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", OBJECTS)
 # A file is refused if loading it takes longer than LOAD_S plus its size / LOAD_BYTES_PER_S. The
 # time for nested pairs doubles with each level.
 LOAD_S = 60.0
@@ -47,76 +37,69 @@ class Refused(Exception):
     """The error for a pickle with anything but dicts, lists, numbers or arrays of numbers."""
 
 
-class Stored:
-    """Stand-in for every name in the pickle. It keeps call arguments and state as data."""
+class StoredType:
+    """Stand-in for numpy.dtype. Raises Refused unless the type is one of CODES."""
 
-    state: Any = None
+    def __init__(self, code: str, *flags: object):
+        if code not in CODES:
+            raise Refused(f"an array of {code!r}")
+        self.code = code
+        self.order = "|"
 
-    def __init__(self, *arguments: Any):
-        self.arguments = arguments
+    def __setstate__(self, state: tuple) -> None:
+        self.order = state[1]
+        if self.order not in ("<", ">", "|"):
+            raise Refused(f"a byte order {self.order!r}")
 
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+    def numbers(self, data: object) -> np.ndarray:
+        """Return a flat array of the numbers in `data`, which must be bytes."""
+        if self.code == OBJECTS or not isinstance(data, bytes):
+            raise Refused(f"an array of {self.code} from a {type(data).__name__}")
+        return np.frombuffer(data, self.order + self.code)
+
+
+class StoredArray:
+    """Stand-in for numpy.ndarray. `values`: list of the objects, or array of the numbers."""
+
+    values: list | np.ndarray
+
+    def __init__(self, *arguments: object):
+        pass  # the content follows as the state
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, dtype, fortran, data = state
+        if dtype.code == OBJECTS and isinstance(data, list) and shape == (len(data),):
+            self.values = data
+        else:
+            self.values = dtype.numbers(data).reshape(shape, order="F" if fortran else "C")
+
+
+def stored_number(dtype: StoredType, data: bytes) -> bool | int | float:
+    """Stand-in for numpy's `scalar`: return the number in `data`."""
+    return dtype.numbers(data)[0].item()
+
+
+ALLOWED: dict[tuple[str, str], Callable] = {
+    ("numpy", "dtype"): StoredType,
+    ("numpy", "ndarray"): StoredArray,
+    ("numpy.core.multiarray", "_reconstruct"): StoredArray,  # numpy 1
+    ("numpy.core.multiarray", "scalar"): stored_number,
+    ("numpy._core.multiarray", "_reconstruct"): StoredArray,  # numpy 2
+    ("numpy._core.multiarray", "scalar"): stored_number,
+}
 
 
 class _Unpickler(pickle.Unpickler):
     """Unpickler with a restricted `find_class`, the only way for a pickle to reach code."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> Callable:
         if (module, name) not in ALLOWED:
             raise Refused(f"{module}.{name}")
-        return Stored
+        return ALLOWED[module, name]
 
 
-def _numbers(dtype: Any, data: Any) -> np.ndarray:
-    """Return a flat array of `data`.
-
-    `dtype`: a Stored numpy.dtype, whose state holds the byte order.
-
-    Raises Refused unless `data` is bytes and the type is in NUMBERS.
-    """
-    code = (dtype.state[1] if dtype.state else "|") + dtype.arguments[0]
-    if code not in NUMBERS or not isinstance(data, bytes):
-        raise Refused(f"an array of {code!r}")
-    return np.frombuffer(data, code)
-
-
-class RowConverter:
-    """Converter of one row of the pickle to numbers, lists, dicts and numpy arrays."""
-
-    def __init__(self) -> None:
-        self.count = 0  # values converted so far
-
-    def convert(self, value: Any) -> Any:
-        """Return `value` with pickled arrays in it as lists and flat numpy arrays.
-
-        Raises Refused for anything but numbers, lists and dicts. Also raises Refused for more than
-        ROW_LIMIT values, because a few lists that share each other can expand to any number.
-        """
-        self.count += 1
-        if self.count > ROW_LIMIT:
-            raise Refused(f"more than {ROW_LIMIT:,} values in a row")
-        if isinstance(value, dict):
-            return {key: self.convert(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.convert(item) for item in value]
-        if isinstance(value, tuple):
-            raise Refused("a tuple")
-        if not isinstance(value, Stored):
-            return value
-        if value.state is None:  # numpy's `scalar`: a dtype and the bytes of one number
-            return _numbers(*value.arguments)[0].item()
-        _, shape, dtype, fortran, data = value.state
-        if dtype.arguments[0] == "O8" and isinstance(data, list) and shape == (len(data),):
-            return self.convert(data)
-        return _numbers(dtype, data).reshape(shape, order="F" if fortran else "C")
-
-
-def read_packed(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the dicts of a packed file. Their values are numbers, lists and arrays.
-
-    Raises DataError, and executes nothing.
-    """
+def read_packed(path: Path) -> list[dict[str, Any]]:
+    """Return the dicts of a packed file. Raises DataError, and executes nothing."""
     if not path.exists():
         raise DataError(f"{path}: no such file", "--npy-dir should hold it", "check the path")
     if not path.is_file():
@@ -126,72 +109,63 @@ def read_packed(path: Path) -> Iterator[dict[str, Any]]:
             "name AMD's train.npy or validation.npy",
         )
     try:
-        _try_to_load(path)
-        with path.open("rb") as file:
-            dtype = _dtype_of(file)
-            content = _Unpickler(file).load() if dtype == np.dtype("O") else None
-        rows = content
-        if isinstance(content, Stored) and content.state:
-            rows = content.state[4]  # the values of the array
-        if not isinstance(rows, list):
-            rows = [None]  # refused below
-        for row in rows:
-            converted = RowConverter().convert(row)
-            if not isinstance(converted, dict):
-                raise DataError(
-                    f"{path}: expected an array of dicts, got an array of {dtype}",
-                    "it is not a packed GovReport",
-                    "check that it is AMD's train.npy or validation.npy",
-                )
-            yield converted
+        _require_loadable(path)
+        dtype, rows = _load(path)
     except Refused as error:
-        what = f"{path}: its pickle contains {error}: refused, nothing was executed"
         raise DataError(
-            what,
+            f"{path}: its pickle contains {error}: refused, nothing was executed",
             "a packed file needs only dicts, lists and numbers",
             "do not trust the source of this file",
         ) from None
-    except DataError:
-        raise
     except Exception as error:  # a damaged pickle can fail in any way
-        what = f"{path}: not a packed array: {type(error).__name__}: {error}"
         raise DataError(
-            what,
+            f"{path}: not a packed array: {type(error).__name__}: {error}",
             "the file is incomplete, damaged or in another format",
             "check the path, or fetch it again",
         ) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(
+            f"{path}: expected an array of dicts, got an array of {dtype}",
+            "it is not a packed GovReport",
+            "check that it is AMD's train.npy or validation.npy",
+        )
+    return rows
 
 
-def _dtype_of(file: BinaryIO) -> np.dtype:
-    """Read the header, a Python literal that the pickle follows, and return the array's dtype."""
-    read_header = npy.read_array_header_2_0
-    if npy.read_magic(file) == (1, 0):
-        read_header = npy.read_array_header_1_0
-    _, _, dtype = read_header(file)
-    return dtype
+def _load(path: Path) -> tuple[np.dtype, Any]:
+    """Return the type of the array in a file, and its values if they are objects.
+
+    The pickle follows the header, a Python literal.
+    """
+    with path.open("rb") as file:
+        read_header = npy.read_array_header_2_0
+        if npy.read_magic(file) == (1, 0):
+            read_header = npy.read_array_header_1_0
+        _, _, dtype = read_header(file)
+        content = _Unpickler(file).load() if dtype == np.dtype("O") else None
+    return dtype, content.values if isinstance(content, StoredArray) else content
 
 
-def _try_to_load(path: Path) -> None:
-    """Raise Refused if the pickle cannot be read in time.
+def _require_loadable(path: Path) -> None:
+    """Raise Refused if the pickle cannot be loaded in time.
 
     Another process tries it, because hashing nested pairs cannot be interrupted.
     """
+
+    def try_it() -> None:
+        with contextlib.suppress(Exception):  # the caller meets it again, and reports it
+            _load(path)
+
     limit_s = LOAD_S + path.stat().st_size / LOAD_BYTES_PER_S
-    child = os.fork()
-    if child == 0:
-        try:
-            with path.open("rb") as file:
-                if _dtype_of(file) == np.dtype("O"):
-                    _Unpickler(file).load()
-        finally:
-            os._exit(0)  # the parent reports what is wrong with it
-    end = time.monotonic() + limit_s
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() > end:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            raise Refused(f"data that cannot be read in {limit_s:.0f} s")
-        time.sleep(0.01)
+    process = multiprocessing.get_context("fork").Process(target=try_it, daemon=True)
+    process.start()
+    process.join(limit_s)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise Refused(f"data that cannot be read in {limit_s:.0f} s")
+    if process.exitcode != 0:
+        raise Refused("data that ends a process")
 
 
 def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarray:
@@ -203,10 +177,7 @@ def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarr
     """
     parts = []
     for key in ("input_ids", "loss_mask"):
-        try:
-            row = np.asarray(packed.get(key))
-        except ValueError:  # lists of different lengths
-            row = np.array(None)
+        row = _numbers(packed.get(key))
         if (
             row.shape != (sequence_length,)
             or row.dtype.kind not in "iufb"
@@ -226,6 +197,17 @@ def as_row(packed: dict[str, Any], where: str, sequence_length: int) -> np.ndarr
             "fetch it again",
         )
     return np.stack((ids, np.where(mask == 1, ids, IGNORE_INDEX)))
+
+
+def _numbers(value: object) -> np.ndarray:
+    """Return the array or list of numbers `value` as an array; an empty one for anything else.
+
+    Lists in a list are not followed: a few that share each other expand to any number of values.
+    """
+    if isinstance(value, StoredArray):
+        value = value.values
+    is_flat = isinstance(value, list) and all(type(item) in (bool, int, float) for item in value)
+    return np.asarray(value) if is_flat or isinstance(value, np.ndarray) else np.empty(0)
 
 
 def convert_npy(npy_dir: Path, data_dir: Path, rules: Rules) -> None:

@@ -27,7 +27,7 @@ DATA_FILES = {  # split -> MLCommons' name of its file
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """Config keys of this benchmark, in addition to those of RunConfig."""
+    """Config keys that this benchmark adds to RunConfig."""
 
     # optimizer steps of the half cosine from the base learning rate to 0
     opt_learning_rate_training_steps: int
@@ -45,13 +45,7 @@ class Config(RunConfig):
             "set the number of steps",
         )
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
-        self.require(
-            "hadamard" not in self.linear,
-            "linear",
-            "the transform acts on weight gradients, which a frozen base does not have",
-            "leave out the transform",
-        )
-        fp8 = self.linear_format.stores_fp8
+        fp8 = self.linear_format.in_fp8
         self.require(
             fp8 or self.frozen_base != "replicated_both",
             "frozen_base",
@@ -71,8 +65,6 @@ class Rules(benchmarks.Rules):
     """Rules of one division of this benchmark."""
 
     train_samples: int  # packed sequences in the training set; one pass is an epoch
-    lora_alpha: int = 32  # the adapter's output is multiplied by alpha / rank
-    lora_dropout: float = 0.1  # applied to the adapter's input
     warmup_factor: float = 0.0  # the reference has no warm-up
     # files of the base weights, if they are under DATADIR and not in $MODEL
     base_files: tuple[str, ...] = ()
@@ -135,6 +127,8 @@ CLOSED = Rules(
     weight_decay=1e-4,
     gradient_clip_norm=0.3,
     lora_rank=16,
+    lora_alpha=32,
+    lora_dropout=0.1,
     throughput_mode="lora",
     missing_weights_help="set MODEL, or see ./run_and_time.sh llama2_70b_lora prepare --help",
     # Both tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama2_70b_lora.json,
@@ -158,8 +152,8 @@ MINIATURE = replace(
     train_samples=1024,
     eval_samples=48,
     eval_interval_samples=128,
-    # The texts are those of the running Python, and so is the loss. With Python 3.11 the base alone
-    # has 4.94 and adapters reach 4.6, with 3.12 5.04 and 4.68.
+    # The texts come from the running Python, so the loss depends on its version. With Python 3.11
+    # the base alone has 4.94 and adapters reach 4.6, with 3.12 5.04 and 4.68.
     target_loss=4.75,
     base_files=("base/manifest.json",),
     manifests=(

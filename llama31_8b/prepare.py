@@ -5,7 +5,7 @@ fetch them.
 
     ./run_and_time.sh llama31_8b prepare miniature --data-dir D
     ./run_and_time.sh llama31_8b prepare convert --input FILES... --tokenizer T --output-prefix P
-        [--jsonl-key text]
+        [--key text] [--processes N]
     ./run_and_time.sh llama31_8b prepare verify --data-dir D [--manifest M.json] [--full]
         [--write-manifest M.json]
     ./run_and_time.sh llama31_8b prepare fetch --data-dir D [--download]
@@ -33,6 +33,7 @@ from common.data.preparation import (
     require_free_space,
     say,
 )
+from common.data.text_inputs import add_text_options
 from llama31_8b.rules import CLOSED, MINIATURE
 
 # Raise it when the corpus, the vocabulary or the format changes: existing data is then rebuilt.
@@ -139,7 +140,7 @@ def convert(args: argparse.Namespace) -> None:
     """Run `prepare convert`."""
     from llama31_8b.convert import convert
 
-    convert(args.input, args.tokenizer, args.output_prefix, args.jsonl_key)
+    convert(args.input, args.tokenizer, args.output_prefix, args.key, args.processes)
 
 
 def verify(args: argparse.Namespace) -> None:
@@ -178,14 +179,7 @@ def parser(benchmark: str = "llama31_8b") -> Parser:
 
 def _add_convert(commands: argparse._SubParsersAction[Parser]) -> None:
     texts = add_command(commands, "convert", "convert text to .bin and .idx files", convert)
-    texts.add_argument(
-        "--input",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="text files: .jsonl, .json or .txt, optionally with .gz",
-    )
+    add_text_options(texts)
     texts.add_argument(
         "--tokenizer",
         type=Path,
@@ -195,7 +189,6 @@ def _add_convert(commands: argparse._SubParsersAction[Parser]) -> None:
     texts.add_argument(
         "--output-prefix", type=Path, required=True, help="path of the output without .bin or .idx"
     )
-    texts.add_argument("--jsonl-key", default="text", help="JSON key of the text (default: text)")
 
 
 def _add_verify(commands: argparse._SubParsersAction[Parser], data: Parser) -> None:

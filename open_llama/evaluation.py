@@ -28,8 +28,8 @@ from common.model.fused_block import fused_llama
 from common.model.llama import Llama
 from common.model.merged_adapter import read_adapter
 from common.model.peft_adapter import OUTPUT, SPLIT, require_adapter
+from common.model.precision import DTYPES, default_dtype
 from common.sharding.processes import start_processes
-from common.training.build import DTYPES, default_dtype
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
 from open_llama.data import spread_windows
 from open_llama.rules import BENCHMARK

@@ -19,10 +19,10 @@ from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import require_new, write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.peft_adapter import save_peft_adapter
+from common.model.precision import DTYPES, default_dtype
 from common.model.saved_model import FILE_BYTES
 from common.model.shapes import ModelShape
 from common.paths import data_folder
-from common.training.build import DTYPES, default_dtype
 from common.training.checkpoint import DcpReader
 from common.training.continuation import DATA_FILES, damaged, data_record, newest
 from open_llama.base_config import copy_generation_config, kept_entries

@@ -10,11 +10,11 @@ tokenizer's end-of-text token. An interrupted preparation continues where it sto
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from common.command_line import Parser, add_command, count, float_or_nan, program
+from common.data.text_inputs import add_text_options
 
 
 def fraction(text: str) -> float:
@@ -28,8 +28,7 @@ def fraction(text: str) -> float:
 def text(args: argparse.Namespace) -> None:
     """Run `prepare text`."""
     # Imports numpy, which parsing the command line does not need.
-    from open_llama.text import prepare_text
-    from open_llama.text_parts import Settings
+    from open_llama.text import Settings, prepare_text
 
     tokenizer = str(args.tokenizer.absolute()) if args.tokenizer else ""
     settings = Settings(tokenizer, args.eos, args.key, args.validation_fraction)
@@ -57,15 +56,7 @@ def parser(benchmark: str = "open_llama") -> Parser:
 def _add_text(commands: argparse._SubParsersAction[Parser]) -> None:
     texts = commands.add_parser("text", help="tokenize text", description=__doc__)
     texts.set_defaults(work=text)
-    texts.add_argument(
-        "--input",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="files or folders: JSON lines or plain text (both also as .gz), .parquet or .arrow; "
-        "in folders, .json files are left out",
-    )
+    add_text_options(texts)
     texts.add_argument(
         "--data-dir", type=Path, required=True, metavar="DIR", help="folder for the token files"
     )
@@ -84,21 +75,11 @@ def _add_text(commands: argparse._SubParsersAction[Parser]) -> None:
         "--eos", default="", metavar="TOKEN", help="end-of-text token (default: the tokenizer's)"
     )
     texts.add_argument(
-        "--key", default="text", help="JSON key or column that holds the text (default: text)"
-    )
-    texts.add_argument(
         "--validation-fraction",
         type=fraction,
         default=0.01,
         metavar="X",
         help="share of the documents held out for validation (default: 0.01)",
-    )
-    texts.add_argument(
-        "--processes",
-        type=count,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="worker processes (default: one for each CPU)",
     )
 
 

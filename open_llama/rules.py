@@ -126,7 +126,7 @@ class Config(RunConfig):
             "layers of a frozen base are never recomputed",
             "set it to 0",
         )
-        may_offload = bool(self.lora_rank) and self.linear_format.stores_fp8
+        may_offload = bool(self.lora_rank) and self.linear_format.in_fp8
         self.require(
             may_offload or not self.offload_layers,
             "offload_layers",
@@ -240,7 +240,10 @@ def rules_of(config: RunConfig) -> Rules:
         adam_epsilon=config.adam_epsilon,
         weight_decay=config.weight_decay,
         gradient_clip_norm=config.gradient_clip_norm,
+        init_std=config.init_std,
         lora_rank=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
         manifests=tuple(dict.fromkeys(map(record_of, (config.train_data, config.validation_data)))),
         missing_weights_help="set weights to the folder of a Hugging Face checkpoint",
     )

@@ -1,10 +1,6 @@
-"""`prepare text`: convert text to Megatron's token files, in parallel.
+"""`prepare text`: convert text to Megatron's token files, for training and validation.
 
-The inputs are cut into parts of PART_BYTES. Worker processes tokenize parts and write each as a
-file of its own in DATADIR/.parts. At the end the parts are joined in the order of the inputs, so
-the result does not depend on the number of processes. An interrupted preparation continues
-with the missing parts. text_inputs.py reads the inputs, text_tokenizer.py trains a tokenizer on
-them, and text_parts.py writes and joins the parts.
+common/data/text_parts.py tokenizes, and text_tokenizer.py trains a tokenizer on the inputs.
 
 A document is for validation if the SHA-256 of its text, as a fraction of its range, is below the
 validation fraction. So equal documents are always in the same split.
@@ -13,7 +9,8 @@ validation fraction. So equal documents are always in the same split.
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +24,12 @@ from common.data.preparation import (
     locked,
     require_data_dir,
     require_same_recipe,
-    require_unchanged,
     say,
 )
+from common.data.text_inputs import input_files
+from common.data.text_parts import SPLITS, Encode, Work, write_token_files
 from common.data.verification import verify
 from common.errors import ConfigError, DataError, StorageError
-from open_llama.text_inputs import divide, input_files
-from open_llama.text_parts import PARTS, SPLITS, Settings, join, parts_folder, tokenize
 from open_llama.text_tokenizer import train_tokenizer
 from open_llama.tokenizer import (
     COMPANIONS,
@@ -47,7 +43,18 @@ from open_llama.tokenizer import (
 )
 
 SOURCE = "open_llama prepare text"
+PARTS = ".parts"  # folder of the tokenized parts in DATADIR
 TOKEN_FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that, with the inputs, decide the tokens."""
+
+    tokenizer: str  # path of the tokenizer file
+    eos: str
+    key: str  # JSON key or column that holds the text
+    validation_fraction: float
 
 
 def prepare_text(
@@ -84,15 +91,15 @@ def prepare_text(
             what = f"{tokenizer} has {loaded.vocab_size:,} pieces, not {vocab_size:,}"
             why = "an earlier try made it, and nothing is overwritten"
             raise StorageError(what, why, "remove it, or name another --data-dir")
-        try:
-            divided = divide(files)
-            parts = parts_folder(folder, about, len(divided))
-            tokenize(divided, parts, settings, processes)
-        except (OSError, DataError):
-            require_unchanged(states)  # a change explains other errors
-            raise
-        require_unchanged(states)
-        return join(parts, folder, loaded.vocab_size, len(divided))
+        work = Work(
+            tokenizer,
+            partial(_document_encoder, eos=settings.eos),
+            loaded.vocab_size,
+            settings.key,
+            settings.validation_fraction,
+        )
+        prefixes = {split: folder / split for split in SPLITS}
+        return write_token_files(files, work, prefixes, folder / PARTS, about, processes)
 
     recipe = Recipe(
         title="token files",
@@ -108,6 +115,19 @@ def prepare_text(
     for split, pair in Manifest.read(data_dir / RECORD).pairs.items():
         say(f"{data_dir / split}: {pair.documents:,} documents, {pair.tokens:,} tokens")
     say(f"{tokenizer}: a vocabulary of {loaded.vocab_size:,} tokens")
+
+
+def _document_encoder(path: Path, eos: str) -> Encode:
+    """Return a function from texts to documents with an end-of-text, [] for blank texts."""
+    tokenizer = load_tokenizer(path, eos)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [
+            [*ids, tokenizer.eos] if text.strip() else []
+            for text, ids in zip(texts, tokenizer.encode(texts), strict=True)
+        ]
+
+    return encode
 
 
 def verify_text(data_dir: Path, full: bool) -> None:

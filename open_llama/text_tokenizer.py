@@ -11,8 +11,7 @@ from pathlib import Path
 
 from common.data import corpus
 from common.data.preparation import say
-from common.errors import ConfigError, write_text
-from open_llama.text_inputs import (
+from common.data.text_inputs import (
     Source,
     documents,
     draw_of,
@@ -20,6 +19,7 @@ from open_llama.text_inputs import (
     no_documents,
     sources_of,
 )
+from common.errors import ConfigError, write_text
 
 VOCABULARY_CHARACTERS = 5_000_000  # most characters that a tokenizer is trained on
 # Up to 2,000 characters of them that end before a space or line end, if there is one.

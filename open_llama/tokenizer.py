@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from common.data import corpus
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, listed
 from common.model.families import TOKENS
+from common.training.continuation import data_record
 
 # File in DATADIR: identity of the preparation that made the files beside it, and the ids of TOKENS.
 RECORD = "text.json"
@@ -110,6 +111,21 @@ def tokenizer_files(folder: Path) -> tuple[str, ...]:
     return tuple(files_of_tokenizer(tokenizer_file(folder)))
 
 
+def require_same_tokenizer(before: dict[str, list], data_dir: Path, model: Path) -> None:
+    """Raise DataError if the tokenizer in `data_dir` is not the one that the run began with.
+
+    `before`: record of its files. `model`: folder of the saved model, for the error.
+    """
+    now = data_record(data_dir, tokenizer_files(data_dir))
+    if now != before:
+        changed = [name for name in before | now if before.get(name) != now.get(name)]
+        raise DataError(
+            f"the tokenizer in {data_dir} changed during the run: {listed(changed)}",
+            f"the data were made with the earlier one, so {model} was saved without a tokenizer",
+            f"copy the tokenizer of the data to {model}",
+        )
+
+
 def recorded_token_ids(data_dir: Path) -> dict[str, int]:
     """Return the ids of TOKENS that `prepare text` recorded in `data_dir`, {} if it did not."""
     try:
@@ -152,21 +168,7 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
 
 
 def _tokenizer_json(path: Path, eos: str, control_tokens: bool) -> Tokenizer:
-    try:
-        from tokenizers import Tokenizer as TokenizerJson
-    except ImportError as error:
-        why = "the package tokenizers, which reads it, cannot be imported"
-        raise ConfigError(f"{path}: {error}", why, "pip install tokenizers") from error
-    try:
-        tokenizer = TokenizerJson.from_file(str(path))
-    except Exception as error:  # the package raises no narrower class
-        raise DataError(
-            f"{path}: expected a tokenizer.json: {error}",
-            "it is missing, damaged, or another file of that name",
-            "fetch the model's tokenizer.json again",
-        ) from error
-    tokenizer.no_truncation()  # truncation and padding may be stored in the file
-    tokenizer.no_padding()
+    tokenizer = corpus.load_tokenizer_json(path)
     tokenizer.encode_special_tokens = not control_tokens
     end = tokenizer.token_to_id(eos or _named_token(_token_settings(path), "eos_token"))
     if end is None:

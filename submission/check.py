@@ -62,7 +62,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--werror",
         action="store_true",
-        help="treat warnings as errors, including those of the official checker",
+        help="treat warnings as errors, including the official checker's",
     )
     parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print one JSON object per log"

@@ -21,7 +21,7 @@ SETUP_MS = 60_000  # from init_stop to run_start; no published log takes longer
 
 
 def stopped_early(log: Log, rules: Rules) -> Violations:
-    """Find a run_stop whose line or time is before that of the evaluation that reached the target.
+    """Find a run_stop before the evaluation that reached the target, by line or by time.
 
     Times may differ by LATE_MS.
     """

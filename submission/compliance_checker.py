@@ -62,7 +62,7 @@ def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> LogVerdi
 def own_verdict(path: Path, benchmark: str, rules: Rules, log: Log | None = None) -> LogVerdict:
     """Return the compliance checker's verdict on the log at `path` by this project's rule file.
 
-    `rules`: those of the miniature, or of a run whose config sets its rules. `log`: as in
+    `rules`: the rules of the miniature, or of a run whose config sets them. `log`: as in
     `closed_verdict`. Raises PreflightError without the checker.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +72,7 @@ def own_verdict(path: Path, benchmark: str, rules: Rules, log: Log | None = None
 
 
 def rule_template(benchmark: str, division: str) -> string.Template:
-    """Return the template of a rule file: the common part, then that of `benchmark`."""
+    """Return the template of a rule file: the common part, then the part of `benchmark`."""
     common = Path(__file__).with_name("miniature_common.yaml")
     files = (common, ROOT / benchmark / f"{division}.yaml")
     return string.Template("\n".join(file.read_text() for file in files))

@@ -72,8 +72,8 @@ def examine(
 
     `ruleset`: ruleset of the closed division, or None to choose it by the log's keys and date.
     `set_rounds`: rounds that the other logs of its result set show, which decide the ruleset, too.
-    `project_root`: directory of the project, in which the config that one of our logs names must
-    exist, or None to skip that test. `ours`: whether this project wrote the log, so that its
+    `project_root`: directory of the project, or None. The config that one of our logs names must
+    exist in it; None skips that test. `ours`: whether this project wrote the log, so that its
     conventions apply, or None to decide by the log. Raises ConfigError if the file is not a
     readable log, PreflightError without the official checker.
     """

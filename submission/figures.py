@@ -9,8 +9,8 @@ from __future__ import annotations
 from statistics import fmean
 
 from common.html.page import finite, points
+from common.records.intervals import samples_of
 from submission import gpu_samples, output
-from submission.intervals import samples_of
 from submission.run import Run
 
 # Key of a record of the speed -> name of its figure.
@@ -88,8 +88,8 @@ def phases(run: Run) -> dict[str, float]:
 def figures_of(run: Run) -> dict[str, float | None]:
     """Return the figures of a run by their names in FORMS. Unknown figures are None.
 
-    GPU-hours are those of the GPUs in all nodes, from run_start to run_stop. kWh is the energy of
-    the sampled GPUs in the same time.
+    GPU-hours count the GPUs of all nodes, from run_start to run_stop. kWh is the energy of the
+    sampled GPUs in the same time.
     """
     figures: dict[str, float | None] = dict.fromkeys(FORMS)
     seconds = phases(run)
@@ -116,8 +116,8 @@ def speed(run: Run) -> dict[str, float]:
     """Return step time and the figures of SPEED, by their names. Empty without a record of speed.
 
     Every tenth step, and the last one before an evaluation, records the mean speed of the steps
-    since the record before. All figures are means over the same steps: those of the record with the
-    median tokens/s.
+    since the record before. All figures are means over the steps of the record with the median
+    tokens/s.
     """
     windows: list[tuple[float, list[float], dict]] = []
     times_ms: list[float] = []

@@ -57,8 +57,8 @@ class Samples:
         return {reason: counts[reason] / samples for reason in sorted(counts)}
 
 
-# The figures, the advice and the charts of a page read the same samples. The cache keeps only those
-# of the last run, because `report --watch` reads the run anew for each page.
+# The figures, the advice and the charts of a page read the same samples. The cache keeps only the
+# last run's, because `report --watch` reads the run anew for each page.
 @lru_cache(maxsize=1)
 def read_samples(run: Run) -> Samples:
     """Return the samples from run_start to run_stop.

@@ -14,7 +14,6 @@ import re
 import shlex
 import string
 import tarfile
-import tomllib
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
@@ -39,8 +38,8 @@ DOCS = (
     "troubleshooting.md",
 )
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-# Names that begin with a dot are left out as well, because the repo checker refuses them. README.md
-# is replaced by that of `write`.
+# Names that begin with a dot are left out as well, because the repo checker refuses them. `write`
+# creates its own README.md.
 LEFT_OUT = (
     "tests",
     "run_tests.sh",
@@ -123,7 +122,6 @@ def hyperparameters(run: Run) -> list[str]:
     The origin is "rules", "config" or "computed".
     """
     fixed = {**asdict(run.rules), **run.rules.fixed_log_values()} if run.rules else {}
-    config = tomllib.loads(run.config)
     rows = []
     for key in own_log.init_keys(run.benchmark):
         if key == "seed" or key.startswith("submission_") or run.log.value(key) is None:
@@ -131,7 +129,7 @@ def hyperparameters(run: Run) -> list[str]:
         origin = "computed"
         if key in fixed:
             origin = "rules"
-        elif key in config:
+        elif key in run.settings:
             origin = "config"
         rows.append(f"| `{key}` | {run.log.value(key)} | {origin} |")
     return rows
@@ -192,7 +190,7 @@ def _archive(root: Path, commit: str) -> tarfile.TarFile:
     try:
         archive = git(root, "archive", "--format=tar", "--end-of-options", commit)
         return tarfile.open(fileobj=io.BytesIO(archive))
-    except (GitError, tarfile.ReadError) as error:  # an empty commit is no archive to tarfile
+    except (GitError, tarfile.ReadError) as error:  # tarfile.ReadError: the commit is empty
         raise CheckFailed(
             f"{root} has no commit {commit}",
             first_line(error),

@@ -1,14 +1,11 @@
-"""Arguments that several commands share: --series ID, DIR, and repeated options NAME=VALUE."""
+"""Arguments that several commands share: --series ID, and repeated options NAME=VALUE."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
-from pathlib import Path
 
 from common.command_line import Parser, meant
 from common.errors import ConfigError, listed
-from common.paths import ROOT
 
 MAX_LISTED = 8  # names that an error lists
 
@@ -22,22 +19,6 @@ def add_series_option(parser: Parser) -> None:
         help="series ID from the run ledger, or its beginning"
         " (default: the newest series with more than one run)",
     )
-
-
-def add_log_dir_argument(parser: Parser) -> None:
-    """Add the argument DIR, which is None if the user does not give it (see default_log_dir)."""
-    parser.add_argument(
-        "directory",
-        nargs="?",
-        type=Path,
-        metavar="DIR",
-        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or results)",
-    )
-
-
-def default_log_dir() -> Path:
-    """Return the directory in the variable LOGDIR, otherwise results/ of this repository."""
-    return Path(os.environ.get("LOGDIR") or ROOT / "results")
 
 
 def parse_pairs(

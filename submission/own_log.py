@@ -20,6 +20,7 @@ from common.benchmarks import OPEN, Rules
 from common.records import json_lines
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
+from common.records.run_record import EVENTS
 from common.training.log_keys import STATUS_WORDS
 from common.training.mllog import END, POINT, START
 from submission import compliance_checker
@@ -42,7 +43,6 @@ from submission.log_rules import (
     values_unlike,
 )
 
-EVENTS = "events.jsonl"
 # For example MI355X_1x8.toml. launch/selection/check.py adds one of CHANGED to the name if needed.
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")
 CHANGED = ("+derived", "+modified", "+forced")
@@ -60,7 +60,7 @@ EVENT_TYPES = {
     for name in ("init", "run", "block", "eval")
     for end, kind in (("start", START), ("stop", END))
 }
-ONCE_KEYS = ("cache_clear", *CLOCK_KEYS)  # keys of every log, besides those of the initialization
+ONCE_KEYS = ("cache_clear", *CLOCK_KEYS)  # keys of every log, besides the initialization's
 COUNTED_KEYS = ("block_start", "block_stop", "eval_start", "eval_accuracy", "eval_stop", "run_stop")
 # State -> key -> next state. In each state, the keys that are not listed are out of order.
 TRANSITIONS = {
@@ -125,7 +125,7 @@ def prefixed(event: Event) -> str:
 
 
 def wrong_event_type(event: Event) -> str:
-    """Return a message if the event type of `event` is not that of its key, else ""."""
+    """Return a message if the event type of `event` does not fit its key, else ""."""
     wanted = EVENT_TYPES.get(event.key, POINT)
     if event.event_type == wanted:
         return ""

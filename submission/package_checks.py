@@ -14,18 +14,19 @@ from pathlib import Path
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from common.records import ledger
+from common.records.run_record import INTERVALS
 from common.terminal import plural
 from common.training.mllog import EMULATED_KEY
 from submission import describe, official_tools, rehearsal
 from submission.examined_log import ExaminedLog, examine
 from submission.findings import Finding
 from submission.log_rules import REHEARSAL_KEY
-from submission.run import INTERVALS, LOST, Run
+from submission.run import LOST, Run
 from submission.series import Series, TenRuns, read_series, ten_runs, windows
 
 # Pattern of the name of an organization, system or implementation, which are names of directories.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-PLACEHOLDERS = (  # names that are not those of an organization
+PLACEHOLDERS = (  # names that stand in for an organization's
     "unnamed",
     "org",
     "yourorg",
@@ -43,7 +44,7 @@ COMMIT = re.compile("[0-9a-f]{40}")
 # run with other engines was not made by that series.
 SAME = ("commit", "python", "packages", "engines", "gpus", "driver")
 # Keys that the official checker requires and that are logged after run_start. It accepts keys of
-# epochs in place of those of blocks, and may name either of them.
+# epochs in place of keys of blocks, and may name either.
 AFTER_RUN_START = frozenset(
     {*INTERVALS, "eval_accuracy"} - {"init_start", "init_stop", "run_start"}
 )

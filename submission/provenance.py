@@ -5,12 +5,9 @@ The facts come from the log, the self-test, versions.json and config.toml.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import tomllib
 from collections import Counter
 
-from common.engines import ENGINES
 from common.html.page import Block, Section, table
 from submission.log_rules import PRECISION_KEYS
 from submission.run import Run
@@ -102,15 +99,10 @@ def _facts(run: Run, alone: bool) -> dict[str, str]:
     facts |= run.versions
     if torch := run.versions.get("packages", {}).get("torch"):
         facts["torch"] = torch
-    for record in run.records:
-        if record.get("event") == "self_test":
-            # versions.json names the engines before the self-test, which may reject some.
-            facts["engines"] = {
-                operation: record[operation] for operation in ENGINES if record.get(operation)
-            }
+    if run.engines:
+        facts["engines"] = run.engines
     if not alone:
-        with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):  # a truncated file
-            facts |= tomllib.loads(run.config)
+        facts |= run.settings
     return {str(key): _plain(value) for key, value in facts.items() if value is not None}
 
 

@@ -23,7 +23,7 @@ def find(text: str, ruleset: str = "", like: Published | None = None) -> Publish
     """Return the result that `text` names: a directory, a log, or words of a published result.
 
     `ruleset`: ruleset for logs (default: chosen by their keys). `like`: the result to compare with.
-    Only results of its benchmark match. Of several matches, those with its GPU kind and its number
+    Only results of its benchmark match. If several match, results with its GPU kind and its number
     of GPUs are preferred. Raises ConfigError if nothing matches, if several results still match, or
     if the logs are of another benchmark than `like`.
     """
@@ -77,7 +77,7 @@ def matching(text: str) -> list[Published]:
 def _matches(row: Published, word: str) -> bool:
     """Return whether `word` is the round or the GPU of `row`, or a word of one of its names.
 
-    The names are those of submitter, system and benchmark. Case is ignored. A word consists of
+    The row has names of submitter, system and benchmark. Case is ignored. A word consists of
     letters and digits: "B200" does not match "GB200".
     """
     if ROUND.fullmatch(word):
@@ -92,8 +92,8 @@ def _matches(row: Published, word: str) -> bool:
 def _comparable(rows: list[Published], like: Published) -> list[Published]:
     """Return the rows of the benchmark of `like`.
 
-    If some are on its GPU kind, return only these. Of these, if some have its number of GPUs,
-    return only those.
+    Results on other GPU kinds are left out, then results with other numbers of GPUs, each only if
+    some results remain.
     """
     rows = [row for row in rows if row.benchmark == like.benchmark]
     same_kind = [row for row in rows if row.gpu == like.gpu]

@@ -87,8 +87,8 @@ def _identity(path: Path) -> str:
 def point_at(benchmark: str, batch: int, ruleset: str) -> ReferencePoint | None:
     """Return the reference convergence point for the global batch `batch`.
 
-    The checker's `check_directory` selects it in the same way. None if `batch` is larger than that
-    of every point, or if `ruleset` lacks the benchmark.
+    The checker's `check_directory` selects it in the same way. None if `batch` exceeds the batch of
+    every point, or if `ruleset` lacks the benchmark.
     """
     try:
         checker = _rcp_checker().RCP_Checker("training", ruleset, benchmark, verbose=False)

@@ -11,28 +11,27 @@ NOTICE. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from common import benchmarks
 from common import config as configs
-from common.benchmarks import Rules
-from common.config import RunConfig
+from common.benchmarks import LogValue, Rules
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.machine.hardware import config_path
 from common.packages import version_of
 from common.records import ledger
-from common.records.mlperf_log import TOKEN
 from common.records.rcp import SUBMISSION_RUNS, mean_samples
 from common.training.log_keys import hyperparameters
-from common.training.mllog import END, POINT, START
+from common.training.mllog import RunLog
 from submission import describe
 from submission.log_rules import REHEARSAL_KEY
 from submission.run import FAILED, GOOD, LOST, NOT_STARTED, Run
@@ -44,6 +43,7 @@ NOTICE_TEXT = """This is a rehearsal of a submission, made by `package --rehears
 All logs in it are invented. It contains no measurement and must not be submitted.
 """
 DEFAULT_KIND = "H200"  # GPU kind of the invented system description
+DAY_MS = 86_400_000  # between two invented runs
 MINUTES = 60.0  # from run_start to run_stop of an invented run
 
 # State of an attempt -> exit code, kind and reason of its end in the ledger.
@@ -172,6 +172,8 @@ def write_series(
     framework = re.search(r"\d+(\.\d+)+", description.get("framework", ""))
     torch = framework[0] if framework else _installed_torch()
     versions = {"commit": commit, "dirty": False, "packages": {"torch": torch}}
+    samples = rules.fixed_log_values().get("train_samples", loaded.max_samples)
+    keys = hyperparameters(loaded, rules, int(samples), config.name)
     series = f"rehearsal-{secrets.token_hex(3)}"
     folder.mkdir(parents=True)
     path = folder / ledger.NAME
@@ -179,13 +181,24 @@ def write_series(
     ledger.append(
         path, {"event": "series", "series": series, "goal": SUBMISSION_RUNS, "facts": facts}
     )
-    now = time.time()
-    evaluations = passing_evaluations(rules, loaded.global_batch_size)
+    submission = {
+        "benchmark": benchmark,
+        "org": org,
+        "division": "closed",
+        "status": status,
+        "platform": system.stem,
+    }
+    now_ms = time.time() * 1000
     for number, attempt in enumerate(attempts, start=1):
         run_dir = folder / f"run{number:02}_{config.stem}_seed{attempt.seed}"
-        log = InventedLog(rules, loaded, attempt, now + number * 86_400, status)
-        records = log.records(config.name, benchmark, org, system.stem, evaluations)
-        _write_run(run_dir, loaded, versions, records)
+        run_dir.mkdir()
+        (run_dir / "config.toml").write_text(loaded.as_toml())
+        (run_dir / "versions.json").write_text(json.dumps(versions))
+        clock = Clock(now_ms + number * DAY_MS)
+        with contextlib.closing(RunLog(run_dir / "result.txt", clock)) as log:
+            _initialize(log, clock, attempt, submission, keys)
+            if attempt.state != NOT_STARTED:
+                _train(log, clock, attempt, rules, loaded.global_batch_size)
         start = {
             "series": series,
             "attempt": number,
@@ -198,16 +211,58 @@ def write_series(
         _enter(path, start, attempt.state)
 
 
-def _write_run(run_dir: Path, config: RunConfig, versions: dict, records: Iterable[dict]) -> None:
-    """Write the files of an invented run into the new directory `run_dir`.
+@dataclass
+class Clock:
+    """The clock of an invented log, in milliseconds since the epoch. It advances only by hand."""
 
-    `records`: the records of its log.
+    ms: float
+
+    def __call__(self) -> int:
+        return round(self.ms)
+
+
+def _initialize(
+    log: RunLog,
+    clock: Clock,
+    attempt: RehearsedRun,
+    submission: dict[str, str],
+    keys: Iterable[tuple[str, LogValue]],
+) -> None:
+    """Log what precedes run_start. A run that never started its clock ends at init_start."""
+    log.cache_clear(True)
+    log.init_start()
+    if attempt.state == NOT_STARTED:
+        return
+    log.submission(**submission)
+    log.seed(attempt.seed)
+    log.hyperparameters([*keys, (REHEARSAL_KEY, True)])
+    clock.ms += 60_000
+    log.init_stop()
+
+
+def _train(log: RunLog, clock: Clock, attempt: RehearsedRun, rules: Rules, batch: int) -> None:
+    """Log what follows init_stop. A good run reaches the target at its last evaluation.
+
+    The log of a lost run ends in its last evaluation.
     """
-    run_dir.mkdir()
-    (run_dir / "config.toml").write_text(config.as_toml())
-    (run_dir / "versions.json").write_text(json.dumps(versions))
-    text = "".join(f"{TOKEN} {json.dumps(record)}\n" for record in records)
-    (run_dir / "result.txt").write_text(text)
+    evaluations = passing_evaluations(rules, batch)
+    good = attempt.state == GOOD
+    before = 0
+    log.run_start()
+    for index in range(evaluations):
+        last = index == evaluations - 1
+        samples = rules.first_evaluation(batch) + index * rules.eval_interval(batch)
+        above_target = -0.001 if good and last else 0.1
+        log.block_start(before)
+        clock.ms += attempt.minutes * 60_000 / evaluations
+        log.block_stop(samples)
+        log.eval_start(samples)
+        log.eval_accuracy(samples, rules.target_loss + above_target)
+        if last and attempt.state == LOST:
+            return
+        log.eval_stop(samples)
+        before = samples
+    log.run_stop(before, "success" if good else "aborted")
 
 
 def _enter(path: Path, start: dict, state: str) -> None:
@@ -233,92 +288,6 @@ def passing_evaluations(rules: Rules, batch: int) -> int:
             "rehearse with a system whose config has one of these batches",
         )
     return math.ceil((mean - rules.first_evaluation(batch)) / rules.eval_interval(batch)) + 1
-
-
-class InventedLog:
-    """The log of one invented run.
-
-    `start_s`: time of init_start, in seconds since 1970. `status`: value of submission_status.
-    """
-
-    def __init__(
-        self, rules: Rules, config: RunConfig, attempt: RehearsedRun, start_s: float, status: str
-    ):
-        self.rules = rules
-        self.config = config
-        self.attempt = attempt
-        self.time_ms = start_s * 1000
-        self.status = status
-
-    def records(
-        self, config_name: str, benchmark: str, org: str, platform: str, evaluations: int
-    ) -> Iterator[dict]:
-        """Yield the records, as dicts, in their order.
-
-        `evaluations`: number of evaluations, the last of which reaches the target in a good run.
-        """
-        yield self._record(POINT, "cache_clear", True)
-        yield self._record(START, "init_start")
-        if self.attempt.state == NOT_STARTED:
-            return
-        submission: dict[str, str] = {
-            "benchmark": benchmark,
-            "org": org,
-            "division": "closed",
-            "status": self.status,
-            "platform": platform,
-        }
-        for part, text in submission.items():
-            yield self._record(POINT, f"submission_{part}", text)
-        yield self._record(POINT, "seed", self.attempt.seed)
-        samples = self.rules.fixed_log_values().get("train_samples", self.config.max_samples)
-        for key, value in hyperparameters(self.config, self.rules, int(samples), config_name):
-            yield self._record(POINT, key, value)
-        yield self._record(POINT, REHEARSAL_KEY, True)
-        self.time_ms += 60_000
-        yield self._record(END, "init_stop")
-        yield self._record(START, "run_start")
-        yield from self._training(evaluations)
-
-    def _training(self, evaluations: int) -> Iterator[dict]:
-        """Yield the records after run_start. Those of a lost run end in its last evaluation."""
-        batch = self.config.global_batch_size
-        first = self.rules.first_evaluation(batch)
-        interval = self.rules.eval_interval(batch)
-        good = self.attempt.state == GOOD
-        before = 0
-        for index in range(evaluations):
-            last = index == evaluations - 1
-            samples = first + index * interval
-            above_target = -0.001 if good and last else 0.1
-            loss = self.rules.target_loss + above_target
-            yield self._record(START, "block_start", samples=before)
-            self.time_ms += self.attempt.minutes * 60_000 / evaluations
-            yield self._record(END, "block_stop", samples=samples)
-            yield self._record(START, "eval_start", samples=samples)
-            yield self._record(POINT, "eval_accuracy", loss, samples=samples)
-            if last and self.attempt.state == LOST:
-                return
-            yield self._record(END, "eval_stop", samples=samples)
-            before = samples
-        record = self._record(END, "run_stop", samples=before)
-        record["metadata"]["status"] = "success" if good else "aborted"
-        yield record
-
-    def _record(
-        self, event_type: str, key: str, value: object = None, samples: int | None = None
-    ) -> dict:
-        metadata: dict[str, object] = {"file": "submission/rehearsal.py", "lineno": 1}
-        if samples is not None:
-            metadata["samples_count"] = samples
-        return {
-            "namespace": "",
-            "time_ms": round(self.time_ms),
-            "event_type": event_type,
-            "key": key,
-            "value": value,
-            "metadata": metadata,
-        }
 
 
 def marked(org: str) -> str:

@@ -27,7 +27,7 @@ from common.records import ledger, tracking
 from common.records.trackers import TRACKERS
 from submission.advice import Advice, advice
 from submission.options import add_series_option
-from submission.run import Run, read_attempt
+from submission.run import Run
 from submission.run_list import RunRow, rows_of
 from submission.run_list_page import run_list_page
 from submission.run_page import run_page
@@ -155,7 +155,7 @@ def _watch(folder: Path, series: str) -> None:
     """
     _wait_for_run(folder)
     print(f"{folder / 'report.html'}: written every {WATCH_S:.0f} s while a run is running")
-    while any(row.open for row in _rows_in(folder)):
+    while _is_open(folder):
         write(folder, series, WATCH_S)
         time.sleep(WATCH_S)
 
@@ -165,16 +165,15 @@ def _wait_for_run(folder: Path) -> None:
     if folder.exists():
         return
     print(f"{folder}: waiting for a run to start in this directory, which does not exist yet")
-    while not folder.is_dir() or not _rows_in(folder):
+    while not folder.is_dir() or not (_is_run(folder) or rows_of(folder)):
         time.sleep(WAIT_S)
 
 
-def _rows_in(folder: Path) -> list[RunRow]:
-    """Return the runs in `folder` that are in a ledger. `folder` may be a run directory."""
-    if not _is_run(folder):
-        return rows_of(folder)
-    path = folder.resolve()
-    return [row for row in rows_of(path.parent) if row.run == path.name]
+def _is_open(folder: Path) -> bool:
+    """Return whether a run in `folder`, which may be its directory, has yet to end."""
+    if _is_run(folder):
+        return Run.in_directory(folder).alive
+    return any(row.open for row in rows_of(folder))
 
 
 def _single_runs(folder: Path) -> list[RunRow]:
@@ -197,7 +196,7 @@ def _is_run(folder: Path) -> bool:
 def _read(folder: Path) -> Run:
     """Return the run in `folder`. Raises ConfigError if it has none of the files of a run."""
     if _is_run(folder):
-        return _read_with_ledger(folder)
+        return Run.in_directory(folder)
     if any(folder.glob("*/result.txt")):
         raise ConfigError(
             f"{folder} is a series",
@@ -205,18 +204,6 @@ def _read(folder: Path) -> Run:
             "name run directories, or compare two series with score A --against B",
         )
     raise ConfigError(f"{folder} is not a run", _why_no_run(folder), "name a run directory")
-
-
-def _read_with_ledger(folder: Path) -> Run:
-    """Return the run in `folder`, with its lines in the ledger of the parent directory, if any."""
-    path = folder.resolve()
-    for record in ledger.read(path.parent / ledger.NAME):
-        for number, start in record.starts.items():
-            if start["run"] == path.name:
-                alive = ledger.launcher_is_alive(path.parent, record.id)
-                end = record.ends.get(number)
-                return read_attempt(folder / "result.txt", number, start, end, alive)
-    return read_attempt(folder / "result.txt")
 
 
 def _why_no_run(folder: Path) -> str:

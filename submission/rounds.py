@@ -1,4 +1,4 @@
-"""Rounds of MLPerf Training: the round that a log shows, and the ruleset that logs are held to.
+"""Rounds of MLPerf Training: the round that a log shows, and the ruleset that applies to logs.
 
 Standard library only.
 """
@@ -47,9 +47,9 @@ def _round_by_date(log: Log) -> str:
 
 
 def ruleset_of(rounds: Iterable[str]) -> str:
-    """Return the ruleset of logs that show `rounds`: that of the newest, if it exists.
+    """Return the ruleset of logs that show `rounds`: the newest round's, if it exists.
 
-    For a later round, it is the newest ruleset, and for unknown ones the oldest of both benchmarks.
+    A later round gets the newest ruleset. Unknown rounds get the oldest one with both benchmarks.
     """
     newest = max(rounds, key=ROUNDS.index, default=UNKNOWN)
     return {LATER: RULESETS[-1], UNKNOWN: CLOSED_RULESETS[0]}.get(newest, newest)

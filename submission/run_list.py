@@ -1,8 +1,8 @@
 """List all runs in LOGDIR: state, target, minutes, tokens/s, config and commit.
 
 The newest run is the last one. How a run ended comes from its log and the ledger, everything else
-from its log, events and config. Of a directory that no ledger names, for example in an archive, all
-comes from the files in it. Nothing is written, so the command can be used during runs.
+from its log, events and config. For a directory that no ledger names, for example in an archive,
+everything comes from the files in it. Nothing is written, so the command can be used during runs.
 
 --series shows one series instead: its counts, the time left, and the samples and the loss at the
 last step of each attempt. It needs no packages. A launcher on another machine counts as running
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -28,13 +29,13 @@ from statistics import median
 
 from common.command_line import Parser, program
 from common.errors import ConfigError
+from common.paths import ROOT
 from common.records import ledger
 from common.records.json_lines import is_number
 from common.records.run_states import GOOD
 from common.terminal import duration, plural, table
-from submission.options import add_log_dir_argument, default_log_dir
 from submission.output import number
-from submission.run import Run, read_attempt, read_attempts
+from submission.run import Run
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
 # Columns of the table. TEXT_COLUMNS are those with text, the others contain numbers.
@@ -83,44 +84,28 @@ def rows_of(log_dir: Path) -> list[RunRow]:
             "runs are listed from the LOGDIR in which they were started",
             "name that directory, or set LOGDIR",
         )
-    rows = []
+    runs: list[Run] = []
     for folder in ledger.run_folders(log_dir):
-        order = ledger.start_order(folder / ledger.NAME)
-        for record in ledger.read(folder / ledger.NAME):
-            for run in read_attempts(folder, record):
-                rows.append((order[run.start["run"]], row_of(folder, record, run)))
-        for path in folder.glob(f"*/{ledger.LOG}"):
-            if path.parent.name not in order:
-                row = row_of(folder, ledger.SeriesRecord("", 1, {}), read_attempt(path))
-                rows.append(((row.started, 0), row))
-    return [row for _, row in sorted(rows, key=lambda keyed: (keyed[0], keyed[1].benchmark))]
+        runs += [run for run in Run.in_folder(folder) if run.start or run.path.exists()]
+    return [row_of(run) for run in sorted(runs, key=lambda run: run.order)]
 
 
-def _start_without_ledger(run: Run) -> dict:
-    """Return what a ledger would say of the start of `run`, by the files of the run."""
-    seed = run.log.value("seed")
-    return {
-        "run": run.folder.name,
-        "seed": seed if type(seed) is int else 0,
-        "started": run.began.strftime(ledger.TIME) if run.began else "",
-        "config": str(run.log.value("config_filename") or ""),
-        "commit": run.versions.get("commit"),
-    }
-
-
-def row_of(folder: Path, record: ledger.SeriesRecord, run: Run) -> RunRow:
-    """Return the row of `run`, an attempt of the series `record`."""
-    start = run.start or _start_without_ledger(run)
+def row_of(run: Run) -> RunRow:
+    """Return the row of `run`."""
+    start = run.start
+    series = run.series
+    config = start.get("config") or series.identity.get("config")
+    commit = start.get("commit") or series.identity.get("commit") or run.versions.get("commit")
     report = run.folder / "report.html"
     return RunRow(
-        benchmark=folder.resolve().name,
+        benchmark=run.folder.parent.resolve().name,
         number=run.number,
-        run=str(start["run"]),
+        run=run.folder.name,
         path=str(run.folder),
-        series=record.id,
-        runs_in_series=record.goal,
-        started=str(start.get("started", "")),
-        seed=start["seed"],
+        series=series.id,
+        runs_in_series=series.goal,
+        started=run.started,
+        seed=run.seed or 0,
         state=run.state,
         state_words=run.state_words,
         reason=run.cause if run.start else run.reason,
@@ -132,8 +117,8 @@ def row_of(folder: Path, record: ledger.SeriesRecord, run: Run) -> RunRow:
         tokens_per_s=run.tokens_per_s,
         gpu=run.gpu,
         gpus=run.gpus,
-        config=str(start.get("config", record.identity.get("config", ""))),
-        commit=str(start.get("commit") or record.identity.get("commit") or ""),
+        config=str(config or run.log.value("config_filename") or ""),
+        commit=str(commit or ""),
         report=str(report) if report.is_file() else "",
     )
 
@@ -196,7 +181,7 @@ class SeriesStatus:
     good: int  # number of good runs so far
     failed: int  # number of failed attempts so far
     running: bool  # whether the launcher holds the lock of the series
-    attempts: list[RunRow]  # `samples` and `loss` are those of the last step or evaluation
+    attempts: list[RunRow]  # `samples` and `loss`: at the last step or evaluation
     # Estimated time to the last good run; None if the series is not running, or before two starts.
     seconds_left: float | None
 
@@ -208,10 +193,8 @@ def read_series(folder: Path, wanted: str, now: datetime) -> list[SeriesStatus]:
     no ledger has one.
     """
     paths = ledger.ledgers(folder)
-    having = []
-    for path in paths:
-        if any(record.id.startswith(wanted) for record in ledger.read(path)):
-            having.append(path)
+    ids = {path: [record.id for record in ledger.read(path)] for path in paths}
+    having = [path for path in paths if any(name.startswith(wanted) for name in ids[path])]
     found = []
     for path in having or paths:
         if record := ledger.choose(path, wanted):
@@ -231,7 +214,7 @@ def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> Ser
     `folder`: LOGDIR/<benchmark>, the directory of the ledger.
     """
     running = ledger.launcher_is_alive(folder, record.id)
-    attempts = [_attempt(folder, record, run) for run in read_attempts(folder, record)]
+    attempts = [_attempt(run) for run in Run.in_series(folder, record)]
     return SeriesStatus(
         benchmark=folder.resolve().name,
         series=record.id,
@@ -245,26 +228,10 @@ def read_status(folder: Path, record: ledger.SeriesRecord, now: datetime) -> Ser
     )
 
 
-def _attempt(folder: Path, record: ledger.SeriesRecord, run: Run) -> RunRow:
+def _attempt(run: Run) -> RunRow:
     """Return the row that `runs` has for `run`, with samples and loss of its last step."""
-    samples, loss = _progress(run)
-    recorded = run.end.get("samples")
-    row = row_of(folder, record, run)
-    return replace(row, samples=recorded if type(recorded) is int else samples, loss=loss)
-
-
-def _progress(run: Run) -> tuple[int | None, float | None]:
-    """Return the training sequences and the loss at the last step or evaluation of `run`.
-
-    Either is None if events.jsonl does not have it.
-    """
-    with contextlib.suppress(OSError):
-        for event in reversed(run.records):
-            samples = event.get("samples")
-            loss = event.get("loss")
-            if event.get("event") in ("step", "eval") and type(samples) is int:
-                return samples, loss if is_number(loss) else None
-    return None, None
+    samples, loss = run.progress
+    return replace(row_of(run), samples=samples, loss=loss)
 
 
 def _seconds_left(
@@ -274,21 +241,16 @@ def _seconds_left(
 
     Return None before the second attempt.
     """
-    starts = [_time(attempt.started) for attempt in attempts]
-    times = [start for start in starts if start is not None]
+    times = []
+    for attempt in attempts:
+        with contextlib.suppress(ValueError):
+            times.append(datetime.strptime(attempt.started, ledger.TIME).replace(tzinfo=UTC))
     if len(times) < 2:
         return None
     each = median((after - before).total_seconds() for before, after in pairwise(times))
     remaining = record.goal - len(record.good)
     elapsed = (now - times[-1]).total_seconds() if record.open_starts else 0.0
     return max(0.0, each * remaining - min(elapsed, each))
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        return datetime.strptime(text, ledger.TIME).replace(tzinfo=UTC)
-    except ValueError:
-        return None
 
 
 def series_lines(status: SeriesStatus) -> list[str]:
@@ -323,14 +285,8 @@ def series_lines(status: SeriesStatus) -> list[str]:
         )
     if status.attempts:
         text += ["", *table(rows, "<<>>><<")]
-    reasons = [
-        f"attempt {attempt.number}: {attempt.reason}"
-        for attempt in status.attempts
-        if attempt.reason
-    ]
-    if reasons:
-        text += ["", *reasons]
-    return text
+    reasons = [f"attempt {each.number}: {each.reason}" for each in status.attempts if each.reason]
+    return [*text, "", *reasons] if reasons else text
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -343,7 +299,13 @@ def parser() -> Parser:
         __doc__,
         ["runs", "runs results/llama31_8b", "runs --json", "runs results/llama31_8b --series"],
     )
-    add_log_dir_argument(parser)
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        metavar="DIR",
+        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or results)",
+    )
     parser.add_argument(
         "--series",
         nargs="?",
@@ -364,7 +326,7 @@ def _series_id(text: str) -> str:
 
 
 def _print_runs(options: argparse.Namespace) -> None:
-    folder = options.directory or default_log_dir()
+    folder = options.directory or Path(os.environ.get("LOGDIR") or ROOT / "results")
     found: list[SeriesStatus] | list[RunRow]
     if options.series is not None:
         found = read_series(folder, options.series, datetime.now(UTC))

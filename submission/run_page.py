@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import tomllib
 from pathlib import Path
 
 from common import benchmarks
@@ -193,9 +192,7 @@ def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
 def _steps_with_model(run: Run, folder: str) -> list[tuple[str, str]]:
     """Return the steps after a run whose config sets its rules: uses of the model or adapters."""
     command = f"./run_and_time.sh {benchmarks.open_benchmark()}"
-    config: dict = {}
-    with contextlib.suppress(tomllib.TOMLDecodeError, RecursionError):  # a truncated file
-        config = tomllib.loads(run.config)
+    config = run.settings
     model = f"{folder}/model"
     adapter = ""
     steps = []

@@ -1,14 +1,14 @@
 """Score a series of runs and test it against the reference convergence points.
 
-The logs may be those of any submitter for our benchmarks: LOGDIR/<benchmark> with its ledger, a
-folder of result_*.txt, or single logs. RESULT is another directory, or words that name a published
-result (--against "AMD MI300X 5.1"). With --against, the first argument may also be such words.
-Without it, the best published result on the same GPUs is used. Which ten runs count is in
-docs/submission.md. The RCP test uses the pruned points, as the official tools do.
+The logs may come from any submitter to our benchmarks: LOGDIR/<benchmark> with its ledger, a folder
+of result_*.txt, or single logs. RESULT is another directory, or words that name a published result
+(--against "AMD MI300X 5.1"). With --against, the first argument may also be such words. Without it,
+the best published result on the same GPUs is used. Which ten runs count is in docs/submission.md.
+The RCP test uses the pruned points, as the official tools do.
 
-Exit code 0 if the series has a score, or is a miniature of which all runs but one at most
-converged; 20 if the RCP test failed or the series is not valid, 2 for wrong usage, 18 without
-mlperf-logging. Nothing is written.
+Exit code 0 if the series has a score, or is a miniature of which at most one run did not converge;
+20 if the RCP test failed or the series is not valid, 2 for wrong usage, 18 without mlperf-logging.
+Nothing is written.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _list_published(options: argparse.Namespace) -> int:
 
 
 def _compare_published(options: argparse.Namespace) -> int:
-    """Print the comparison of a published result with that of --against; return 0."""
+    """Print the comparison of a published result with --against; return 0."""
     mine = find(options.logs[0])
     other = find(options.against, options.ruleset, mine)
     if options.json:

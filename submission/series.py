@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.records import ledger, run_order
+from common.records import intervals, ledger
 from common.records import windows as window_rules
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 from common.records.run_states import MISSED
-from submission import intervals, rcp, rounds
-from submission.run import NOT_STARTED, Run, read_attempt, read_attempts, read_run
+from submission import rcp, rounds
+from submission.run import NOT_STARTED, Run, read_run
 
 # Attributes of a Run that must be equal for all runs of a series.
 SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")
@@ -158,7 +158,7 @@ def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
 def _counted_in_mean(runs: list[Run]) -> list[Run]:
     """Return the runs without the fastest and the slowest, fastest first.
 
-    A run that did not converge is the slowest. Of fewer than three runs, none is dropped.
+    A run that did not converge is the slowest. With fewer than three runs, none is dropped.
     """
     converged = [run for run in runs if run.converged]
     converged.sort(key=lambda run: run.minutes or 0.0)
@@ -307,12 +307,11 @@ def _read(path: Path, wanted: str, notes: list[str]) -> tuple[str, list[Run]]:
     record = ledger.choose(path / ledger.NAME, wanted)
     if record:
         notes.append(f"series {record.id} of {path / ledger.NAME}")
-        return f"series {record.id}", read_attempts(path, record)
-    run_dirs = run_order.oldest_first(path)
-    logs = [each / "result.txt" for each in run_dirs if (each / "result.txt").exists()]
-    if logs:
+        return f"series {record.id}", Run.in_series(path, record)
+    runs = [run for run in Run.in_folder(path) if run.path.exists()]
+    if runs:
         notes.append(f"{path} has no ledger: all runs in it are read, in the order of their starts")
-        return name, [read_attempt(log) for log in logs]
+        return name, runs
     why = "it does not exist"
     if path.exists():
         folders = sorted(item.name for item in path.glob("*/") if item.is_dir())

@@ -128,8 +128,9 @@ def _rows(
             link = Link("report", quote(Path(os.path.relpath(report, folder)).as_posix()))
         state = f"{run.outcome}: {run.reason}" if run.reason else run.outcome
         code = str(run.end.get("exit_code", "-"))
-        seed = str(run.start.get("seed", run.log.value("seed")))
-        rows.append([label, link, state, code, seed, *(shown(of_run, name) for name in names)])
+        rows.append(
+            [label, link, state, code, str(run.seed), *(shown(of_run, name) for name in names)]
+        )
     unit = unit_of([run for _, run in runs])
     heads = ["run", "page", "state", "exit code", "seed"]
     heads += [name.replace("GPU", unit) for name in names]
@@ -137,7 +138,7 @@ def _rows(
 
 
 def _curves(runs: list[Labeled], key: str, x: str) -> list[Curve]:
-    """Return a curve of the values of `key` over those of `x` in the step events of each run."""
+    """Return a curve of `key` over `x` for each run, from its step events."""
     return [Curve(label, of_steps(run, key, x), color) for color, (label, run) in enumerate(runs)]
 
 

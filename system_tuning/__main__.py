@@ -1,7 +1,7 @@
 """Command line: python3 -m system_tuning check|apply|revert|hold.
 
-The settings are those of the whole host. In a container, `apply` and `hold` therefore change them
-only with --in-container. `revert` is always allowed.
+The settings apply to the whole host. In a container, `apply` and `hold` therefore change them only
+with --in-container. `revert` is always allowed.
 
 Exit codes, as in the whole project: 0 success, 2 wrong usage, 17 the journal cannot be read or
 written, or the output cannot be written, 18 a file does not have the wanted value, or the command
@@ -29,7 +29,7 @@ WRONG_USAGE = 2
 JOURNAL_ERROR = 17
 OUTPUT_ERROR = 17
 NOT_DONE = 18
-PIPE_CLOSED = 141  # that of a program killed by SIGPIPE
+PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 
 def main(arguments: list[str] | None = None, root: Path = Path("/")) -> int:
@@ -213,7 +213,7 @@ def check(settings: Sequence[Setting], root: Path, as_json: bool) -> int:
 
 
 def _run() -> int:
-    """Run the command and return its exit code. Stdout that cannot be written is no traceback."""
+    """Run the command and return its exit code. Print no traceback if stdout cannot be written."""
     try:
         code = main()
         print(end="", flush=True)

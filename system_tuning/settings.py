@@ -1,6 +1,6 @@
 """The settings: the purpose and risk of each, its files and their wanted values.
 
-docs/system_tuning.md names the sources. The list is that of AMD's MLPerf Training v5.1 submission
+docs/system_tuning.md names the sources. The list comes from AMD's MLPerf Training v5.1 submission
 (`runtime_tunables.sh`), without the kernel module that it loads. The benefit of these settings is
 not measured: this project has no GPU host with root access, and AMD publishes no measurement.
 """
@@ -16,7 +16,7 @@ CPU = "sys/devices/system/cpu"
 KERNEL = "proc/sys/kernel"
 THP = "sys/kernel/mm/transparent_hugepage"
 # Maximum exit latency of a shallow idle state, in microseconds. It decides only if the state's name
-# does not. On a Skylake Xeon the exit latency of C1E is 10 µs and that of C6 is 133 µs (Linux,
+# does not. On a Skylake Xeon the exit latency is 10 µs for C1E and 133 µs for C6 (Linux,
 # drivers/idle/intel_idle.c, skx_cstates).
 SHALLOW_LATENCY_US = 10
 

@@ -13,7 +13,6 @@ from common.errors import ConfigError
 from common.estimate.memory import fits, memory_peak, usable_bytes
 from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import KINDS
-from common.kernels import block_formats
 from common.paths import ROOT
 from common.records.rcp import mean_samples
 from launch.selection.choose import choose
@@ -249,19 +248,6 @@ def test_impossible_batch():
         {"reduce_scatter": "copy_engine", "gpu": "MI300X"},
         {"linear": ""},
         {"linear": "torch"},
-        {"linear": "mxfp5"},
-        {"linear": "mxfp4+"},
-        {"linear": "+hadamard"},
-        {"linear": "mxfp4+hadamard+hadamard"},
-        {"linear": "mxfp4+hadamard+random_hadamard"},
-        {"linear": "fp8+stochastic"},
-        {"linear": "fp8 until step 340, then bf16"},
-        {"linear": "mxfp4 until step 340"},
-        {"linear": "mxfp4 until 340, then fp8"},
-        {"linear": "mxfp4 until step 0, then fp8"},
-        {"linear": "mxfp4 until loss -1, then fp8"},
-        {"linear": "mxfp4 until loss 3.6, then fp8\n"},
-        {"linear": "mxfp4 until loss 3.6, then mxfp8"},
     ],
 )
 def test_impossible_value(changes):
@@ -282,47 +268,18 @@ def test_impossible_value_of_lora(key, value):
         configs.from_table(good | {key: value}, lora_rules.Config, "some.toml")
 
 
-@pytest.mark.parametrize("name", block_formats.BLOCK_FORMATS)
 @pytest.mark.parametrize(
-    ("until", "then"), [("", ""), ("step 340", "fp8"), ("loss 3.6", "bf16"), ("loss 4", "fp8")]
+    "linear", ["mxfp8", "mxfp4+stochastic", "nvfp4", "mxfp6_e3m2 until step 340, then fp8"]
 )
-def test_every_emulated_format_can_be_chosen_and_healed(name, until, then):
-    end = f" until {until}, then {then}" if until else ""
-    for options in ((), ("stochastic",), ("stochastic", "random_hadamard", "square_weights")):
-        number_format = configs.from_table(
-            GOOD | {"linear": "+".join((name, *options)) + end}, Config, "some.toml"
-        ).linear_format
-        assert (
-            number_format.name,
-            number_format.options,
-            number_format.until,
-            number_format.then,
-        ) == (name, options, until, then)
-        assert (
-            number_format.emulated
-            and number_format.stores_fp8 == (then == "fp8")
-            and not number_format.in_fp8
-        )
+def test_a_format_that_only_studies_emulate_is_refused(linear):
+    error = _error(linear=linear)
+    assert linear in error.what and "studies" in error.why and "bf16, fp8" in error.do
 
 
 @pytest.mark.parametrize("key", ["fp8", "block_format", "healing"])
 def test_a_former_key_names_the_one_that_took_its_place(key):
     error = _error(**{key: "torch"})
     assert key in error.what and "linear" in error.do
-
-
-def test_lora_has_no_wgrad_to_transform_for():
-    table = {
-        key: value for key, value in GOOD.items() if key != "opt_learning_rate_warmup_steps"
-    } | {"opt_learning_rate_training_steps": 9}
-    assert configs.from_table(
-        table | {"linear": "mxfp4+stochastic"}, lora_rules.Config, "some.toml"
-    ).linear_format.emulated
-    for option in ("hadamard", "random_hadamard"):
-        with pytest.raises(ConfigError, match="linear"):
-            configs.from_table(
-                table | {"linear": f"mxfp4+{option}"}, lora_rules.Config, "some.toml"
-            )
 
 
 def test_a_key_of_the_other_benchmark_is_unknown():

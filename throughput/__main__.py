@@ -40,7 +40,7 @@ MEASUREMENTS = {
 WITHOUT_RESULT = {
     "suite": "all measurements above on one page, with a comparison to a baseline",
     "compare": "results of the same measurement, or two profiles, side by side",
-    "settings": "alternative launch settings of each Triton kernel, for kernel authors",
+    "tiles": "alternative launch settings of each Triton kernel, for kernel authors",
 }
 SUBCOMMANDS = MEASUREMENTS | WITHOUT_RESULT
 
@@ -75,7 +75,7 @@ def parser_of(name: str) -> Parser:
     module = importlib.import_module(f"throughput.{name}")
     parser = Parser(f"throughput {name}", module.__doc__)
     module.add_arguments(parser)
-    if name != "settings":  # it only prints
+    if name != "tiles":  # it only prints
         parser.add_argument(
             "--out",
             type=Path,
@@ -97,16 +97,12 @@ def start(name: str, rest: list[str]) -> int:
     if name in WITHOUT_RESULT:
         return module.main(options)
     here = Machine.of(os.environ)
-    detected = here.probe
-    options.device = shared_options.device_of(options.device, detected)
-    shared_options.check_torch(options.device, detected)
-    if getattr(options, "gpus", None):
-        shared_options.check_gpus(options.gpus, options.device, detected)
+    shared_options.settle(options, here.probe)
     # These import torch, which --help must not need.
     from throughput import machine, result
 
     facts = machine.facts(here, options.device)
-    versions = machine.versions(detected)
+    versions = machine.versions(here.probe)
     folder = options.out or result.default_directory(name)
     recorded = result.Result(name, module.TABLES, folder, options.device, facts, versions)
     try:

@@ -6,10 +6,8 @@ The model has 11.9 B parameters, in bf16, sharded over the GPUs.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +19,9 @@ from common.measure.tables import Column, Plot, PublishedValues, Table, time_col
 from throughput import ranks, shared_options
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest
-from throughput.memory import require_host_memory
+from throughput.memory import OUT_OF_MEMORY, require_host_memory
 from throughput.result import Result
-from throughput.timing import spread
+from throughput.timing import per_second, spread
 
 MODEL = "flux.1-dev"
 PIXELS_PER_TOKEN = 16  # per side: 8 per latent of the autoencoder, and 2 latents per token
@@ -40,8 +38,6 @@ TINY = FluxShape(
     rope_axes=(8, 12, 12),
 )
 TINY_TEXT_TOKENS = 24
-BATCH = {"cuda": 10, "cpu": 2}
-RESOLUTION = {"cuda": 512, "cpu": 64}
 SMALLER_BLOCKS = (12, 24)  # number of double and single blocks if the full model does not fit
 LIMIT_S = 1800.0  # time limit for one number of GPUs; collectives have a shorter timeout
 SHARDED_BYTES = 12  # per parameter: fp32 master weight and gradient, two bf16 moments
@@ -121,8 +117,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "gpus",
         batch={
-            "help": "images per GPU, or max for the largest that fits "
-            f"(default: {BATCH['cuda']}, on a CPU {BATCH['cpu']})"
+            "default": shared_options.ByDevice(10, 2),
+            "help": "images per GPU, or max for the largest that fits (default: %(default)s)",
         },
         warmup={"default": 2},
         steps={"default": 8},
@@ -130,9 +126,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resolution",
         type=count,
+        default=shared_options.ByDevice(512, 64),
         metavar="N",
-        help="side of the image in pixels "
-        f"(default: {RESOLUTION['cuda']}, on a CPU {RESOLUTION['cpu']})",
+        help="side of the image in pixels (default: %(default)s)",
     )
     parser.add_argument(
         "--layers",
@@ -184,7 +180,7 @@ def add_rows(request: FluxRequest, gpus: int, result: Result) -> bool:
     # A batch that fits two steps may still run out of memory in the timed ones. With --batch max,
     # the next smaller batch is then timed.
     while "times_ms" not in measured:
-        error = "out of memory"
+        error = OUT_OF_MEMORY
         if measured.get("batch"):
             error = "out of memory in the timed steps"
         result.add(row | {"batch": batch, "error": error})
@@ -212,7 +208,7 @@ def add_batches(
             "batch": batch,
         }
         if peak is None:
-            result.add(attempt | {"error": "out of memory"})
+            result.add(attempt | {"error": OUT_OF_MEMORY})
         else:
             result.add(attempt | {"memory_gib": peak / GIB})
 
@@ -220,10 +216,7 @@ def add_batches(
 def request_from(options: argparse.Namespace) -> FluxRequest:
     """Return the request that the ranks read. Raises ConfigError for wrong options."""
     device = options.device
-    if device == "cpu" and options.batch == shared_options.MAX:
-        why = "trying batches could fill the memory of the whole host"
-        raise ConfigError("--batch max needs a GPU", why, "give a number, such as --batch 2")
-    resolution = options.resolution or RESOLUTION[device]
+    resolution = options.resolution
     if resolution % PIXELS_PER_TOKEN:
         why = f"a token is a square of {PIXELS_PER_TOKEN} x {PIXELS_PER_TOKEN} pixels"
         raise ConfigError(
@@ -249,7 +242,7 @@ def request_from(options: argparse.Namespace) -> FluxRequest:
         )
     side = resolution // PIXELS_PER_TOKEN
     text_tokens = TINY_TEXT_TOKENS if device == "cpu" else TEXT_TOKENS
-    batch = 0 if options.batch == shared_options.MAX else options.batch or BATCH[device]
+    batch = 0 if options.batch == shared_options.MAX else options.batch
     return FluxRequest(
         device=device,
         shape=shape,
@@ -289,7 +282,7 @@ def rates(request: FluxRequest, measured: dict[str, Any], result: Result) -> dic
     """Return the columns that follow from the measured times."""
     times = spread(measured["times_ms"])
     batch = measured["batch"]
-    images_per_s = 1e3 * batch / times["ms"]
+    images_per_s = per_second(measured["times_ms"], batch)
     image_tokens = request.rows * request.columns
     flops = request.shape.flops_per_image(image_tokens, request.text_tokens)
     tflops = flops * images_per_s / 1e12
@@ -309,12 +302,8 @@ def run_request(request: FluxRequest, gpus: int) -> dict[str, Any]:
     They lack `times_ms` if memory ran out, and are {} if it ran out in the first attempt. Raises
     the RunError of the rank that failed first, for any reason other than memory.
     """
-    with tempfile.TemporaryDirectory(prefix="flux-") as name:
-        request.write(Path(name) / ranks.REQUEST)
-        settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        measured, error = ranks.run_ranks(
-            Path(name), gpus, ["throughput.flux_rank", name], settings, LIMIT_S
-        )
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    measured, error = ranks.run_request("throughput.flux_rank", request, gpus, settings, LIMIT_S)
     if error and error.kind != OutOfMemory.kind:
         raise error
     return measured

@@ -6,9 +6,8 @@ FOLDER/measured.json: the batches that were tried and, if one fits, the times of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,19 @@ from common.kernels import accumulate
 from common.kernels.attention import attention_backends
 from common.model.initialization import parameter_seed
 from common.sharding.adamw import AdamW, AdamWSettings
-from common.sharding.processes import Processes, max_over_ranks, start_processes
+from common.sharding.processes import Processes, start_processes
 from common.sharding.zero import ZeroOptimizer, make_reduce_scatter
 from common.training.build import default_dtype
-from common.training.metrics import peak_bytes
 from throughput.flux_model import Flux, FluxShape, image_positions, rope_table
 from throughput.memory import free_memory, ran_out_of_memory
-from throughput.ranks import MEASURED, REQUEST, LocalReduceScatter, main
-from throughput.timing import step_ms
+from throughput.ranks import (
+    LocalReduceScatter,
+    fullest_bytes,
+    main,
+    read_request,
+    slowest_ms,
+    write_measured,
+)
 
 TIMEOUT_S = 300.0  # timeout of a collective
 SETTINGS = AdamWSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, clip_norm=1.0)
@@ -58,34 +62,24 @@ class FluxRequest:
     warmup: int  # number of untimed steps
     steps: int  # number of timed steps
 
-    @staticmethod
-    def read(path: Path) -> FluxRequest:
-        fields = json.loads(path.read_text())
-        shape = fields.pop("shape")
-        shape["rope_axes"] = tuple(shape["rope_axes"])
-        return FluxRequest(shape=FluxShape(**shape), **fields)
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
 
 def measure(folder: Path) -> None:
     """Run the request in `folder` on this rank. Rank 0 writes the measurements into `folder`."""
-    request = FluxRequest.read(folder / REQUEST)
+    request = read_request(folder, FluxRequest)
     processes = start_processes(request.device, TIMEOUT_S, high_priority_compute=True)
     processes.barrier()  # lets NCCL allocate its memory before any batch is tried
     with attention_backends(request.device):
-        measure_batches(request, processes, folder / MEASURED)
+        measure_batches(request, processes, folder)
     dist.destroy_process_group()
 
 
-def measure_batches(request: FluxRequest, processes: Processes, path: Path) -> dict[str, Any]:
+def measure_batches(request: FluxRequest, processes: Processes, folder: Path) -> dict[str, Any]:
     """Try batches, time the steps of the one that fits, and return the measurements.
 
     `tried`: pairs of a batch and the peak memory of the fullest rank in bytes, None if a rank ran
     out of memory. `batch`: the batch that fits, or 0. If one fits: `times_ms`, the step times on
-    the slowest rank, and `memory_bytes`. Rank 0 writes `tried` and `batch` to `path` before the
-    steps run, and everything after them.
+    the slowest rank, and `memory_bytes`. Rank 0 writes `tried` and `batch` into `folder` before
+    the steps run, and everything after them.
     """
     tried: list[tuple[int, int | None]] = []
 
@@ -99,20 +93,17 @@ def measure_batches(request: FluxRequest, processes: Processes, path: Path) -> d
     else:
         batch = request.batch if fits(request.batch) else 0
     measured: dict[str, Any] = {"tried": tried, "batch": batch}
-    if processes.rank == 0:
-        path.write_text(json.dumps(measured))
+    write_measured(folder, measured, processes)
     if batch:
         free_memory(processes.device)
         model, optimizer = build(request, processes)
         optimizer.gather()
         step = partial(train_step, model, optimizer, synthetic_batch(request, processes, batch))
-        times = step_ms(step, request.device, request.warmup, request.steps)
         measured |= {
-            "times_ms": max_over_ranks(times, processes),
-            "memory_bytes": int(max_over_ranks([peak_bytes(processes.device)], processes)[0]),
+            "times_ms": slowest_ms(step, request.warmup, request.steps, processes),
+            "memory_bytes": fullest_bytes(processes),
         }
-        if processes.rank == 0:
-            path.write_text(json.dumps(measured))
+        write_measured(folder, measured, processes)
     return measured
 
 
@@ -235,7 +226,7 @@ def try_batch(request: FluxRequest, processes: Processes, size: int) -> int | No
         if not succeeds_everywhere(lambda: flow_loss(model, batch).backward(), processes):
             return None
         optimizer.step(LEARNING_RATE)
-    return int(max_over_ranks([peak_bytes(processes.device)], processes)[0])
+    return fullest_bytes(processes)
 
 
 def succeeds_everywhere(work: Callable[[], None], processes: Processes) -> bool:

@@ -21,7 +21,7 @@ from common.errors import ConfigError
 from common.kernels.fp8 import fp8_dtypes
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput.result import Result, TimedRow
-from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, spread
+from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, per_second
 
 # (M, K, N) -> description: squares, and the products for 16,384 tokens of Llama 70B (hidden size
 # 8192, FFN 28672, 64 heads and 8 key-value heads of 128) with tensor parallelism 8. The shapes are
@@ -235,8 +235,7 @@ def product(
     with preferred(library):
         times = kernel_ms(work, result.device)
     flops = 2 * m * k * n
-    seconds = 1e-3 * spread(times)["ms"]
-    tflops = flops / seconds / 1e12
+    tflops = per_second(times, flops) / 1e12
     moved = width * (m * k + k * n) + 2 * m * n
     values = {
         "tflops": tflops,
@@ -284,47 +283,30 @@ def quantized(x: Tensor, dimension: int | None) -> tuple[Tensor, Tensor]:
 
 def measure_copies(device: str, result: Result) -> None:
     """Add the rows of table "copy": within device memory, and on a GPU to and from host memory."""
-
-    def add(name: str, size: int, work: Callable[[], TimedRow]) -> None:
-        result.attempt({"table": "copy", "copy": name, "mebibytes": size >> 20}, work)
-
-    size = COPY_BYTES[device]
-    if device == "cpu":
-        add("within host memory", size, partial(copy_within, device, size))
-        return
-    add("within device memory", size, partial(copy_within, device, size))
-    add("host to device", HOST_BYTES, copy_to_device)
-    add("device to host", HOST_BYTES, copy_to_host)
+    within = "within device memory" if device == "cuda" else "within host memory"
+    copies = [(within, COPY_BYTES[device], device, device)]
+    if device == "cuda":
+        copies.append(("host to device", HOST_BYTES, "cpu", device))
+        copies.append(("device to host", HOST_BYTES, device, "cpu"))
+    for name, size, source, target in copies:
+        row = {"table": "copy", "copy": name, "mebibytes": size >> 20}
+        result.attempt(row, partial(timed_copy, size, source, target))
 
 
-def copy_within(device: str, size: int) -> TimedRow:
-    """Time a copy of `size` bytes within the memory of `device`. Each byte counts twice."""
-    source = torch.randint(256, (size,), device=device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return timed_copy(source, target, device, 2 * size)
+def timed_copy(size: int, source: str, target: str) -> TimedRow:
+    """Time copies of `size` bytes from the memory of device `source` to that of `target`.
 
-
-def copy_to_device() -> TimedRow:
-    """Time a copy of HOST_BYTES from pinned host memory to the GPU."""
-    source = torch.randint(256, (HOST_BYTES,), dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(HOST_BYTES, device="cuda", dtype=torch.uint8)
-    return timed_copy(source, target, "cuda", HOST_BYTES)
-
-
-def copy_to_host() -> TimedRow:
-    """Time a copy of HOST_BYTES from the GPU to pinned host memory."""
-    source = torch.randint(256, (HOST_BYTES,), dtype=torch.uint8, pin_memory=True).to("cuda")
-    target = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True)
-    return timed_copy(source, target, "cuda", HOST_BYTES)
-
-
-def timed_copy(source: Tensor, target: Tensor, device: str, moved: int) -> TimedRow:
-    """Time copies on `device`.
-
-    `moved`: number of bytes that a copy counts as.
+    Host memory beside a GPU is pinned. Within one memory each byte counts twice.
     """
-    times = kernel_ms(lambda: target.copy_(source, non_blocking=True), device)
-    return TimedRow({"gbps": moved / spread(times)["ms"] / 1e6}, times)
+    pinned = "cpu" if source != target else ""
+    drawn = torch.randint(
+        256, (size,), device=source, dtype=torch.uint8, pin_memory=source == pinned
+    )
+    copied = torch.empty(size, device=target, dtype=torch.uint8, pin_memory=target == pinned)
+    device = "cuda" if "cuda" in (source, target) else "cpu"
+    times = kernel_ms(lambda: copied.copy_(drawn, non_blocking=True), device)
+    moved = size if pinned else 2 * size
+    return TimedRow({"gbps": per_second(times, moved) / 1e9}, times)
 
 
 def summarize(result: Result) -> None:

@@ -24,7 +24,6 @@ from throughput.gpt_model import (
     STAND_INS,
     STATE_BYTES,
     STEPS,
-    STEPS_HELP,
     Size,
     build_gpt,
     train_step,
@@ -35,7 +34,7 @@ from throughput.memory import (
     require_host_memory,
 )
 from throughput.result import Result, TimedRow
-from throughput.timing import spread, step_ms
+from throughput.timing import per_second, step_ms
 
 # Largest batch of a sweep on a CPU, where a sweep must not fill the memory of the host.
 MOST_ON_CPU = 16
@@ -107,9 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure batches 1, 2, 4, ... up to the largest that fits",
     )
-    shared_options.add(
-        parser, "batch", "seq", warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP}
-    )
+    shared_options.add(parser, "batch", "seq", warmup={"default": 3}, steps={"default": STEPS})
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
@@ -123,13 +120,6 @@ def measure(options: argparse.Namespace, result: Result) -> None:
             "a sweep chooses the batches",
             "leave out one of them",
         )
-    if options.device == "cpu" and options.batch == shared_options.MAX:
-        raise ConfigError(
-            "--batch max needs a GPU",
-            "trying batches could fill the memory of the whole host",
-            f"use --sweep, which ends at batch {MOST_ON_CPU} on a CPU",
-        )
-    options.steps = options.steps or STEPS[options.device]
     known = SIZES | STAND_INS
     names = list(STAND_INS if options.device == "cpu" else SIZES)
     if options.model:
@@ -173,7 +163,7 @@ def run(size: Size, options: argparse.Namespace, result: Result) -> TimedRow:
     times, memory = timed_steps(size, options.device, options.warmup, options.steps)
     shape = size.shape
     length = size.sequence_length
-    rate = 1e3 * size.batch * length / spread(times)["ms"]
+    rate = per_second(times, size.batch * length)
     tflops_attention = shape.training_flops_per_token(length) * rate / 1e12
     values: dict[str, Any] = {
         "parameters": shape.num_parameters(length),

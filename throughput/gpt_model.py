@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from common.kernels.attention import causal_attention
 from common.training.build import default_dtype
+from throughput.shared_options import ByDevice
 
 STATE_BYTES = 8  # bytes per parameter: weight, gradient and two moments in bf16
 LEARNING_RATE = 1e-5
@@ -93,8 +94,7 @@ STAND_INS = {
     "tiny": Size(GptShape(2, 2, 64, 256, 2048), 2, 64),
     "mini": Size(GptShape(4, 4, 128, 512, 2048), 2, 64),
 }
-STEPS = {"cuda": 10, "cpu": 3}  # timed steps if --steps is omitted
-STEPS_HELP = f"number of timed steps (default: {STEPS['cuda']}, on a CPU {STEPS['cpu']})"
+STEPS = ByDevice(10, 3)  # default number of timed steps
 
 
 class GptBlock(nn.Module):

@@ -4,7 +4,7 @@
 
 Prints microseconds, the bandwidth (bytes that the kernel must move, per second), and its share of
 the bandwidth of a copy on the same GPU. Needs a GPU. The data is random, because the power of a GPU
-depends on the data. Times are medians over the launches that fit into 20 ms, with delayed scaling
+depends on the data. Times are those of `launch_us` (throughput/timing.py), with delayed scaling
 (one pass).
 """
 
@@ -23,15 +23,13 @@ from common.kernels.quantize import quantize_triton
 from common.model.families import shape_of
 from common.model.linear_layers import DelayedScaling
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
-from launch.preflight.measure import median_s
+from throughput.timing import launch_us
 
 # Bytes of a value.
 FP32 = 4
 BF16 = 2
 FP8 = 1
 SEQUENCE = 8192  # tokens per sequence
-GPU = torch.device("cuda")
-SECONDS = 0.02  # time to measure for each kernel
 # Name, launch, and the bytes that the kernel must move if each value is read or written once.
 TimedKernel = tuple[str, Callable[[], object], int]
 
@@ -235,10 +233,10 @@ def report(kernels: Iterator[TimedKernel], title: str, copy: float, only: str) -
     """
     for name, launch, moved in kernels:
         if only in name:
-            seconds = median_s(launch, GPU, SECONDS)
-            rate = moved / seconds
+            microseconds = launch_us(launch)
+            rate = 1e6 * moved / microseconds
             speed = f"{rate / 1e12:5.2f} TB/s  {rate / copy:6.1%} of copy"
-            print(f"{title} {name:42} {1e6 * seconds:8.1f} µs  {speed}", flush=True)
+            print(f"{title} {name:42} {microseconds:8.1f} µs  {speed}", flush=True)
 
 
 def main() -> None:
@@ -248,7 +246,7 @@ def main() -> None:
     )
     only = parser.parse_args().only
     source = draw(GIB // FP32, dtype=torch.float32)
-    copy = 2 * GIB / median_s(partial(torch.empty_like(source).copy_, source), GPU, SECONDS)
+    copy = 1e6 * 2 * GIB / launch_us(partial(torch.empty_like(source).copy_, source))
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s")
     for shape, tokens, transposed in ((LLAMA31_8B, 16384, True), (LLAMA2_70B, 8192, False)):
         title = title_of(shape, "both layouts" if transposed else "rowwise")

@@ -9,11 +9,12 @@ import argparse
 import os
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.command_line import complete, count, minutes
-from common.errors import ConfigError, OutOfMemory, RunError
+from common.errors import ConfigError
 from common.estimate.memory import gib, with_micro_batch
 from common.gpu_kinds import KINDS, GpuKind
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
@@ -27,9 +28,10 @@ from launch.tune.search import text_of
 from launch.tune.target import Target
 from throughput import machine, shared_options
 from throughput.llama_case import TINY, LlamaCase, case_of, case_to_tune
+from throughput.memory import OUT_OF_MEMORY
 from throughput.ranks import MEASURED, run_ranks
 from throughput.result import Result, TimedRow
-from throughput.timing import spread
+from throughput.timing import per_second
 
 TABLES = (
     Table(
@@ -113,7 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared_options.add(
         parser,
         "precision",
-        seq={"help": "tokens per sequence (default: 8192, on a CPU 128)"},
+        seq={
+            "default": shared_options.ByDevice(8192, 128),
+            "help": "tokens per sequence (default: %(default)s)",
+        },
         batch={
             "help": "sequences per GPU and step, or max for the largest that fits "
             "(default: that of the benchmark, or max)"
@@ -121,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shared_options.add(parser, "gpus", warmup={"default": 3}, steps={"default": 10})
     parser.add_argument(
-        "--tune",
+        "--search",
         type=minutes,
         metavar="MINUTES",
         help="first search for the fastest settings of the same step, for at most MINUTES",
@@ -129,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="with --tune: continue the newest search in LOGDIR for the same model, commit, "
+        help="with --search: continue the newest search in LOGDIR for the same model, commit, "
         "packages and GPUs",
     )
 
@@ -141,17 +146,18 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     by calculation.
     """
     kind = gpu_kind() if options.device == "cuda" else None
-    if options.resume and not options.tune:
+    if options.resume and not options.search:
         raise ConfigError(
-            "--resume without --tune", "only a search can be resumed", "add --tune MINUTES"
+            "--resume without --search", "only a search can be resumed", "add --search MINUTES"
         )
-    starting_case = case_to_tune if options.tune else case_of
+    starting_case = case_to_tune if options.search else case_of
     for case in [starting_case(options, kind, gpus) for gpus in options.gpus]:
-        if options.tune:
+        if options.search:
             case = tuned(case, options, result)
-        while not attempt(case, options, result):
+        while not result.attempt(case.row(), partial(run, case, options, result)):
+            is_full = case.largest and result.rows[-1]["error"] == OUT_OF_MEMORY
             smaller = case.config.micro_batch_size - 1
-            if not case.largest or not smaller:
+            if not is_full or not smaller:
                 break
             case = replace(case, config=with_micro_batch(case.config, smaller))
 
@@ -179,7 +185,7 @@ def tuned(case: LlamaCase, options: argparse.Namespace, result: Result) -> Llama
         cpus=cpus_of_ranks(here.probe, config.gpus_per_node) if case.kind else (),
     )
     target = Target(job, case.work, tuple(model_arguments(case)))
-    found = fastest(target, options.tune, options.resume, result.data["command"])
+    found = fastest(target, options.search, options.resume, result.data["command"])
     note = "; ".join(filter(None, [case.source, f"tuned: {text_of(found.best)}"]))
     return replace(case, config=found.config, source=note)
 
@@ -198,23 +204,6 @@ def gpu_kind() -> GpuKind:
     return KINDS.get(machine.kind_of(here)) or GpuKind(
         "unknown", here.probe.vendor, first.arch, first.compute_units, memory, 0.0, 0.0
     )
-
-
-def attempt(case: LlamaCase, options: argparse.Namespace, result: Result) -> bool:
-    """Run the case and add its row. Return False if memory ran out.
-
-    Raises RunError for any other failure.
-    """
-    row = case.row()
-    try:
-        timed = run(case, options, result)
-    except RunError as error:
-        if error.exit_code != OutOfMemory.exit_code:
-            raise
-        result.add(row | {"error": "out of memory"})
-        return False
-    result.add(row | timed.values, timed.samples_ms)
-    return True
 
 
 def model_arguments(case: LlamaCase) -> list[str]:
@@ -253,8 +242,7 @@ def values_of(
     shape = case.work.shape
     length = case.work.sequence_length
     config = case.config
-    seconds = spread(measured["times_ms"])["ms"] / 1e3
-    rate = config.global_batch_size * length / seconds
+    rate = per_second(measured["times_ms"], config.global_batch_size * length)
     rate_per_gpu = rate / config.world_size
     flops = shape.training_flops_per_token(length)
     if case.work.lora_rank:

@@ -27,11 +27,11 @@ from common.gpu_kinds import GpuKind
 from common.model.families import Family, family_of
 from launch.plan.derive_config import fitting
 from launch.selection.choose import nearest_config
+from launch.tune.candidates import changed
 from throughput import shared_options
 from throughput.memory import require_host_memory
 
 TINY = "miniature"  # shape of the benchmarks' miniatures, for a CPU
-SEQUENCES = {"cuda": 8192, "cpu": 128}  # tokens per sequence if --seq is omitted
 # Mode -> key of the config that reduces memory, one layer at a time.
 SAVES_MEMORY = {"full": "recompute_layers", "lora": "offload_layers"}
 
@@ -53,10 +53,8 @@ class LlamaCase:
         return measured_in(self.mode)
 
     @property
-    def planned(self) -> Memory | None:
-        """The calculated memory on a GPU, or None for a CPU."""
-        if self.kind is None:
-            return None
+    def memory(self) -> Memory:
+        """The calculated memory of one process."""
         # There is no evaluation: its micro-batch is set to the smallest.
         return memory_peak(replace(self.config, eval_micro_batch_size=1), self.work)
 
@@ -89,7 +87,7 @@ class LlamaCase:
             "micro_batches": config.gradient_accumulation_steps,
             "settings": ", ".join(settings),
             "note": "; ".join(notes),
-            "planned_gib": gib(self.planned.allocated) if self.planned else None,
+            "planned_gib": gib(self.memory.allocated) if self.kind else None,
         }
 
 
@@ -125,7 +123,7 @@ def case_to_tune(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -
         return case_of(options, kind, gpus)
     smallest = argparse.Namespace(**vars(options) | {"batch": 1})
     case = case_of(smallest, kind, gpus)
-    return replace(case, config=changed(case.config, "global_batch_size", options.batch * gpus))
+    return replace(case, config=changed(case.config, {"global_batch_size": options.batch * gpus}))
 
 
 def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> LlamaCase:
@@ -136,7 +134,7 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Lla
     family = model_of(options)
     mode = "lora" if options.lora else "full"
     rules = divisions(measured_in(mode))["closed"]
-    length = options.seq or SEQUENCES[options.device]
+    length = options.seq
     work = model_workload(family.shape, length, rules.lora_rank)
     config, source = nearest_config(measured_in(mode), kind, gpus, options.precision)
     case = LlamaCase(family, mode, config, work, kind, source)
@@ -159,18 +157,9 @@ def case_of(options: argparse.Namespace, kind: GpuKind | None, gpus: int) -> Lla
 
 
 def _case_on_cpu(case: LlamaCase, batch: int | str) -> LlamaCase:
-    """Return the case with this batch.
-
-    Raises ConfigError for "max", and OutOfMemory if the host has too little memory.
-    """
-    if batch == shared_options.MAX:
-        raise ConfigError(
-            "--batch max needs a GPU",
-            "the largest batch is calculated from the memory of a GPU",
-            "give a number, such as --batch 1",
-        )
+    """Return the case with this batch. Raises OutOfMemory if the host has too little memory."""
     case = replace(case, config=with_micro_batch(case.config, int(batch)))
-    require_host_memory(case_name(case), host_bytes(case.config, case.work))
+    require_host_memory(case_name(case), case.config.world_size * case.memory.allocated)
     return case
 
 
@@ -188,9 +177,9 @@ def settings_that_fit(case: LlamaCase, as_benchmark: bool) -> RunConfig:
     assert kind is not None
     if as_benchmark and fits(memory_peak(config, work), kind):
         return config
-    starts = [changed(config, key, 0)]
+    starts = [changed(config, {key: 0})]
     if case.mode == "full":
-        starts.append(changed(starts[0], "moment_precision", "bf16"))
+        starts.append(changed(starts[0], {"moment_precision": "bf16"}))
     kept = {"micro_batch_size": str(config.micro_batch_size)}
     for start in starts:
         if fitted := fitting(start, start, work, kind, kept):
@@ -198,15 +187,10 @@ def settings_that_fit(case: LlamaCase, as_benchmark: bool) -> RunConfig:
     smallest = starts[-1]
     most_layers = work.shape.num_layers
     if case.mode == "lora":
-        smallest = changed(smallest, "frozen_base", "sharded")
+        smallest = changed(smallest, {"frozen_base": "sharded"})
         if not config.linear_format.in_fp8:
             most_layers = 0  # LoRA in bf16 offloads no layers
-    raise does_not_fit(replace(case, config=changed(smallest, key, most_layers)))
-
-
-def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
-    """Return `config` with another value of `key`, which only some benchmarks' configs have."""
-    return replace(config, **{key: value})
+    raise does_not_fit(replace(case, config=changed(smallest, {key: most_layers})))
 
 
 def case_name(case: LlamaCase) -> str:
@@ -217,17 +201,11 @@ def case_name(case: LlamaCase) -> str:
     return f"{case.family.name}, {case.mode}, {batch} on {config.world_size} x {kind}"
 
 
-def host_bytes(config: RunConfig, work: Workload) -> float:
-    """Return the bytes that all processes on a CPU need together, by calculation."""
-    config = replace(config, eval_micro_batch_size=1)
-    return config.world_size * memory_peak(config, work).allocated
-
-
 def does_not_fit(case: LlamaCase) -> OutOfMemory:
     """Return the error for a case that does not fit, with its four largest parts of memory."""
-    memory = case.planned
+    memory = case.memory
     kind = case.kind
-    assert memory is not None and kind is not None
+    assert kind is not None
     usable = usable_bytes(kind)
     largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:4]
     parts = ", ".join(f"{name} {gib(size):.0f}" for name, size in largest)

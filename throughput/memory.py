@@ -11,16 +11,19 @@ from common.errors import OutOfMemory
 from common.gpu_kinds import GIB
 from common.machine.host import available_memory
 
+OUT_OF_MEMORY = "out of memory"  # error of a row
+
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """Return whether `error` is an out-of-memory error, of torch or of a library.
+    """Return whether `error` is an out-of-memory error, of torch, of a library or of a rank.
 
     The errors of libraries that allocate memory from the driver are recognized by their messages.
     """
     return (
         isinstance(error, torch.OutOfMemoryError)
+        or getattr(error, "kind", "") == OutOfMemory.kind
         or "ALLOC_FAILED" in str(error)
-        or "out of memory" in str(error)
+        or OUT_OF_MEMORY in str(error)
     )
 
 

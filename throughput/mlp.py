@@ -17,10 +17,9 @@ from common.command_line import count
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from throughput import shared_options
 from throughput.result import Result, TimedRow
-from throughput.timing import spread, step_ms
+from throughput.timing import per_second, step_ms
 
 SIZES = {"cuda": (4096, 8192, 8192, 4096), "cpu": (256, 512, 512, 256)}
-STEPS = {"cuda": 100, "cpu": 5}
 
 TABLES = (
     Table(
@@ -54,10 +53,6 @@ TABLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    steps = {
-        "default": None,
-        "help": f"number of timed steps (default: {STEPS['cuda']}, on a CPU {STEPS['cpu']})",
-    }
     shared_options.add(
         parser,
         "warmup",
@@ -67,13 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "metavar": "N",
             "help": "samples per step (default: %(default)s)",
         },
-        steps=steps,
+        steps={"default": shared_options.ByDevice(100, 5)},
     )
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
     sizes = SIZES[options.device]
-    options.steps = options.steps or STEPS[options.device]
     for precision in ("bf16", "fp32"):
         row = {
             "table": "mlp",
@@ -113,7 +107,7 @@ def run(
 
     times = step_ms(step, options.device, options.warmup, options.steps)
     num_parameters = sum(parameter.numel() for parameter in parameters)
-    rate = 1e3 * options.batch / spread(times)["ms"]
+    rate = per_second(times, options.batch)
     tflops = 6 * num_parameters * rate / 1e12
     values = {
         "parameters": num_parameters,

@@ -9,25 +9,48 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from torch import Tensor
 
 from common.errors import Hang, Interrupted, OutOfMemory, RunError
+from common.measure.files import write_json
+from common.sharding.processes import Processes, max_over_ranks
 from common.sharding.reduce_scatter import NcclReduceScatter, Shard, pad_rows
 from common.training.guard import run_guarded
+from common.training.metrics import peak_bytes
 from launch.diagnosis import diagnose
 from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import supervise
 from launch.selection.machine import Machine
+from throughput.timing import step_ms
 
 # Files in the folder of a run: the request, and the measurements of rank 0.
 REQUEST = "request.json"
 MEASURED = "measured.json"
+Request = TypeVar("Request")
+
+
+def run_request(
+    module: str,
+    request: Any,
+    count: int,
+    settings: Mapping[str, str],
+    limit_s: float,
+) -> tuple[dict[str, Any], RunError | None]:
+    """Run `module` with `request`, a dataclass, on `count` ranks. Return what `run_ranks` returns.
+
+    On a CPU each rank has one thread.
+    """
+    with tempfile.TemporaryDirectory(prefix="throughput-") as name:
+        write_json(Path(name) / REQUEST, asdict(request))
+        return run_ranks(Path(name), count, [module, name], settings, limit_s)
 
 
 def run_ranks(
@@ -73,6 +96,40 @@ def run_ranks(
 
 
 # --- in a rank ------------------------------------------------------------------------------------
+
+
+def read_request(folder: Path, kind: type[Request]) -> Request:
+    """Return the request in `folder`, a dataclass of class `kind`."""
+    return _built(kind, json.loads((folder / REQUEST).read_text()))
+
+
+def _built(kind: Any, fields: dict[str, Any]) -> Any:
+    """Return a dataclass of class `kind` from the fields that `asdict` returned."""
+    types = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        if is_dataclass(types[name]):
+            value = _built(types[name], value)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
+
+
+def write_measured(folder: Path, measured: dict[str, Any], processes: Processes) -> None:
+    """Write the measurements into `folder` on rank 0."""
+    if processes.rank == 0:
+        write_json(folder / MEASURED, measured)
+
+
+def slowest_ms(
+    step: Callable[[], object], warmup: int, steps: int, processes: Processes
+) -> list[float]:
+    """Return the time of each of `steps` consecutive calls on the slowest rank."""
+    return max_over_ranks(step_ms(step, processes.device.type, warmup, steps), processes)
+
+
+def fullest_bytes(processes: Processes) -> int:
+    """Return the peak memory of the fullest rank, 0 on a CPU."""
+    return int(max_over_ranks([peak_bytes(processes.device)], processes)[0])
 
 
 def main(measure: Callable[[Path], None]) -> None:

@@ -31,7 +31,7 @@ from common.measure import report
 from common.measure.files import read_json, write_json
 from common.measure.tables import Table
 from launch import run_directory
-from throughput.memory import ran_out_of_memory
+from throughput.memory import OUT_OF_MEMORY, ran_out_of_memory
 from throughput.timing import spread
 
 NAME = "result.json"
@@ -125,14 +125,14 @@ class Result:
         """Add `row` with the values of `work`, or with its error. Return whether it succeeded.
 
         The measurement continues after a failure, such as out of memory or a product that the
-        device or torch does not support. Raises RunError if `work` does, because its text is for
-        the user.
+        device or torch does not support. Any other RunError of `work` is raised, because its text
+        is for the user.
         """
         try:
             timed = work()
-        except RunError:
-            raise
         except Exception as error:  # libraries and drivers raise exceptions of any class
+            if isinstance(error, RunError) and not ran_out_of_memory(error):
+                raise
             self.add(row | {"error": why_failed(error)})
             return False
         self.add(row | timed.values, timed.samples_ms)
@@ -177,7 +177,7 @@ class Result:
 def why_failed(error: Exception) -> str:
     """Return the error of a row as one line."""
     if ran_out_of_memory(error):
-        return "out of memory"
+        return OUT_OF_MEMORY
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"[:200]
 
 

@@ -20,15 +20,16 @@ from typing import Any
 import torch
 
 from common.command_line import complete, count
-from common.errors import Interrupted, OutOfMemory, RunError
+from common.errors import Interrupted, RunError
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
 from throughput import links, ranks, shared_options
-from throughput.gpt_model import SIZES, STAND_INS, STEPS, STEPS_HELP
+from throughput.gpt_model import SIZES, STAND_INS, STEPS
+from throughput.memory import OUT_OF_MEMORY, ran_out_of_memory
 from throughput.result import Result
 from throughput.scaling_rank import DDP, STRATEGIES, ScalingRequest
-from throughput.timing import spread
+from throughput.timing import per_second, spread
 
 LIMIT_S = 900.0  # time limit for one number of GPUs; collectives have a shorter timeout
 # GPT -> bytes that the GPU's memory must exceed. The first that fits is the default. The numbers
@@ -150,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         gpus=numbers,
         batch={"type": count, "metavar": "N", "help": "batch of the GPT per GPU"},
     )
-    shared_options.add(parser, warmup={"default": 3}, steps={"default": None, "help": STEPS_HELP})
+    shared_options.add(parser, warmup={"default": 3}, steps={"default": STEPS})
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:
@@ -168,7 +169,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     for gpus in sorted(set(counts)):  # a number is not compared with itself
         processes = "process" if gpus == 1 else "processes"
         print(f"starting {gpus} {processes} ...", file=sys.stderr, flush=True)
-        measured, error = run_request(request, gpus)
+        measured, error = ranks.run_request("throughput.scaling_rank", request, gpus, {}, LIMIT_S)
         for strategy in STRATEGIES:
             add_steps(strategy, model, request, gpus, measured, error, result)
         add_collectives(gpus, measured.get("collectives", []), result)
@@ -193,7 +194,7 @@ def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Scali
         llama_layers=LLAMA_LAYERS[device],
         fp8=options.precision == "fp8",
         warmup=options.warmup,
-        steps=options.steps or STEPS[device],
+        steps=options.steps,
         collective_bytes=COLLECTIVE_BYTES[device],
         collective_repeats=REPEATS[device],
     )
@@ -203,16 +204,6 @@ def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Scali
 def default_gpt(memory_bytes: int) -> str:
     """Return the name of the default GPT for a GPU with this memory, or "tiny" for 0 (a CPU)."""
     return next((name for name, needed in DEFAULT_GPT.items() if memory_bytes > needed), "tiny")
-
-
-def run_request(request: ScalingRequest, gpus: int) -> tuple[dict[str, Any], RunError | None]:
-    """Measure on `gpus` ranks. Return their measurements and error as `ranks.run_ranks` does.
-
-    On a CPU each rank has one thread. Raises Interrupted.
-    """
-    with tempfile.TemporaryDirectory(prefix="scaling-") as name:
-        request.write(Path(name) / ranks.REQUEST)
-        return ranks.run_ranks(Path(name), gpus, ["throughput.scaling_rank", name], {}, LIMIT_S)
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -238,7 +229,7 @@ def add_steps(
         result.add(row | {"error": reason(error)})
         return
     row |= spread(part["times_ms"])
-    rate = 1e3 * gpus * row["batch"] * row["seq"] / row["ms"]
+    rate = per_second(part["times_ms"], gpus * row["batch"] * row["seq"])
     tflops = flops * rate / gpus / 1e12
     row |= {
         "tokens_per_s": rate,
@@ -285,9 +276,7 @@ def reason(error: RunError | None) -> str:
     """Return why a part was not measured. `error`: the error that ended the ranks."""
     if error is None:
         return "not measured"
-    if error.kind == OutOfMemory.kind or "out of memory" in error.what:
-        return "out of memory"
-    return error.what
+    return OUT_OF_MEMORY if ran_out_of_memory(error) else error.what
 
 
 def mark(smaller: dict[str, Any], row: dict[str, Any]) -> str:
@@ -307,7 +296,7 @@ def add_collectives(ranks: int, measured: list[dict[str, Any]], result: Result) 
     """Add the rows of table "collectives". `measured`: see `measure_collectives`."""
     factors = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks}
     for call in measured:
-        speed = call["bytes"] / statistics.median(call["times_ms"]) / 1e6
+        speed = per_second(call["times_ms"], call["bytes"]) / 1e9
         row = {
             "table": "collectives",
             "name": f"{call['name']}, {ranks} ranks",

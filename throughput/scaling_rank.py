@@ -8,9 +8,8 @@ most memory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,27 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from common import config as configs
-from common.benchmarks import Rules, config_class, divisions, measured_in, trainer_of
+from common.benchmarks import Rules, config_class, divisions, measured_in
 from common.kernels import accumulate
 from common.kernels.attention import attention_backends
 from common.machine.hardware import config_path
 from common.paths import ROOT
-from common.sharding.processes import Processes, max_over_ranks, start_processes
+from common.sharding.processes import Processes, start_processes
 from common.sharding.zero import ZeroOptimizer
 from common.training.assembly import Batching
 from common.training.loop import train_step as llama_step
-from common.training.metrics import peak_bytes
+from common.training.pretraining import assemble_random
 from common.training.warmup import synthetic_batches
-from throughput.gpt_model import LEARNING_RATE, GptShape, Size, build_gpt, train_step
+from throughput.gpt_model import LEARNING_RATE, Size, build_gpt, train_step
 from throughput.memory import free_memory
-from throughput.ranks import MEASURED, REQUEST, LocalReduceScatter, main
-from throughput.timing import step_ms
+from throughput.ranks import (
+    LocalReduceScatter,
+    fullest_bytes,
+    main,
+    read_request,
+    slowest_ms,
+    write_measured,
+)
 
 TIMEOUT_S = 300.0  # timeout of a collective, during which another rank may still compile kernels
 COLLECTIVES = ("all-reduce", "all-gather")
@@ -57,16 +62,6 @@ class ScalingRequest:
     collective_bytes: tuple[int, ...]
     collective_repeats: int
 
-    @staticmethod
-    def read(path: Path) -> ScalingRequest:
-        fields = json.loads(path.read_text())
-        gpt = fields.pop("gpt")
-        gpt["shape"] = GptShape(**gpt["shape"])
-        return ScalingRequest(gpt=Size(**gpt), **fields)
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
     @property
     def rules(self) -> Rules:
         """The rules of the benchmark (on a CPU, of its miniature) with fewer layers."""
@@ -76,7 +71,7 @@ class ScalingRequest:
 
 def measure(folder: Path) -> None:
     """Run the request in `folder` on this rank. Rank 0 writes the measurements into `folder`."""
-    request = ScalingRequest.read(folder / REQUEST)
+    request = read_request(folder, ScalingRequest)
     processes = start_processes("cpu" if request.gpu == "CPU" else "cuda", TIMEOUT_S)
     measured: dict[str, Any] = {}
     parts: dict[str, Callable[[], Any]] = {
@@ -88,8 +83,7 @@ def measure(folder: Path) -> None:
         for name, part in parts.items():
             free_memory(processes.device)
             measured[name] = part()
-            if processes.rank == 0:
-                (folder / MEASURED).write_text(json.dumps(measured))
+            write_measured(folder, measured, processes)
     dist.destroy_process_group()
 
 
@@ -133,7 +127,7 @@ def measure_zero_2(request: ScalingRequest, processes: Processes) -> dict:
         eval_micro_batch_size=1,
         linear="fp8" if request.fp8 else "bf16",
     )
-    assembly = trainer_of(benchmark).assemble_random(config, rules, processes, seed=1)
+    assembly = assemble_random(config, rules, processes, seed=1)
     optimizer = assembly.optimizer
     assert isinstance(optimizer, ZeroOptimizer)
     batches = synthetic_batches(
@@ -166,20 +160,14 @@ def measure_steps(
     reduction, empty if `without_reduction` is None. `memory_bytes`: peak memory of `step` on the
     fullest rank, 0 on a CPU.
     """
-    device = processes.device
     processes.barrier()
-    times = max_over_ranks(step_ms(step, device.type, request.warmup, request.steps), processes)
-    memory = peak_bytes(device)
+    times_ms = slowest_ms(step, request.warmup, request.steps, processes)
+    memory = fullest_bytes(processes)
     processes.barrier()
     alone_ms: list[float] = []
     if without_reduction:
-        own_ms = step_ms(without_reduction, device.type, request.warmup, request.steps)
-        alone_ms = max_over_ranks(own_ms, processes)
-    return {
-        "times_ms": times,
-        "alone_ms": alone_ms,
-        "memory_bytes": int(max_over_ranks([memory], processes)[0]),
-    }
+        alone_ms = slowest_ms(without_reduction, request.warmup, request.steps, processes)
+    return {"times_ms": times_ms, "alone_ms": alone_ms, "memory_bytes": memory}
 
 
 # --- collectives ----------------------------------------------------------------------------------
@@ -195,9 +183,7 @@ def measure_collectives(request: ScalingRequest, processes: Processes) -> list[d
         for size in request.collective_bytes:
             call = prepare_collective(name, size, processes)
             processes.barrier()
-            times = max_over_ranks(
-                step_ms(call, processes.device.type, 3, request.collective_repeats), processes
-            )
+            times = slowest_ms(call, 3, request.collective_repeats, processes)
             calls.append({"name": name, "bytes": size, "times_ms": times})
     return calls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.command_line import count, meant
 from common.errors import ConfigError
@@ -24,6 +24,16 @@ def count_or_max(text: str) -> int | str:
 def counts(text: str) -> list[int]:
     """Parse an argument of whole numbers of at least 1, separated by commas."""
     return [count(part) for part in text.split(",")]
+
+
+class ByDevice(NamedTuple):
+    """The default of an option on a GPU and on a CPU. `settle` replaces it by one of them."""
+
+    cuda: int
+    cpu: int
+
+    def __str__(self) -> str:  # for %(default)s in a help text
+        return f"{self.cuda}, on a CPU {self.cpu}"
 
 
 COMMON: dict[str, dict[str, Any]] = {
@@ -70,6 +80,32 @@ def add(parser: argparse.ArgumentParser, *names: str, **changes: dict[str, Any])
     """
     for name in (*names, *(name for name in changes if name not in names)):
         parser.add_argument(f"--{name}", **COMMON[name] | changes.get(name, {}))
+
+
+def settle(options: argparse.Namespace, detected: Probe) -> None:
+    """Set the device, and the defaults that depend on it.
+
+    Raises ConfigError for a device, a number of GPUs or a batch that this machine does not have,
+    and PreflightError if torch is not built for its GPUs.
+    """
+    options.device = device_of(options.device, detected)
+    check_torch(options.device, detected)
+    if getattr(options, "gpus", None):
+        check_gpus(options.gpus, options.device, detected)
+    if options.device == "cpu" and getattr(options, "batch", None) == MAX:
+        raise ConfigError(
+            f"--batch {MAX} needs a GPU",
+            "trying batches could fill the memory of the whole host",
+            "give a number, such as --batch 2",
+        )
+    use_defaults(options)
+
+
+def use_defaults(options: argparse.Namespace) -> None:
+    """Set the defaults that depend on `options.device`."""
+    for name, value in vars(options).items():
+        if isinstance(value, ByDevice):
+            setattr(options, name, getattr(value, options.device))
 
 
 def device_of(option: str | None, detected: Probe) -> str:

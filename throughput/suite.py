@@ -110,11 +110,9 @@ def main(options: argparse.Namespace) -> int:
         refuse_without("--against", {"--tolerance": options.tolerance})
     tolerance = baseline.TOLERANCE if options.tolerance is None else options.tolerance
     machine = Machine.of(os.environ)
-    detected = machine.probe
-    device = shared_options.device_of(options.device, detected)
-    shared_options.check_torch(device, detected)
-    gpus = options.gpus or doubled(len(detected.devices) if device == "cuda" else 1)
-    shared_options.check_gpus(gpus, device, detected)
+    shared_options.settle(options, machine.probe)
+    device = options.device
+    gpus = options.gpus or doubled(machine.gpus if device == "cuda" else 1)
     reference = None
     if options.against:
         reference = baseline.find(options.against, declared_tables())

@@ -9,7 +9,7 @@ It needs no download. There are three kinds of documents:
 Together the documents are 3 MB of English and Python. They are the same in every run with one
 Python version. Another version has slightly different texts, and so slightly different losses.
 
-Standard library only, except `train_sentencepiece` and `load_sentencepiece`.
+Standard library only, except the functions that train or load a tokenizer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from common.atomic_write import write_whole
-from common.errors import DataError
+from common.errors import ConfigError, DataError
+from common.packages import pip_install
 
 # Folders that are separate packages on Debian, contain tests instead of prose, or are not part of
 # Python (site-packages).
@@ -182,6 +183,29 @@ def load_sentencepiece(path: Path) -> Any:
             "a tiktoken list of base64 lines, which this package does not read",
             "use a SentencePiece model, or the tokenizer.json next to Llama 3's tokenizer.model",
         ) from error
+
+
+def load_tokenizer_json(path: Path) -> Any:
+    """Return the tokenizer at `path`, a `tokenizers.Tokenizer` without truncation and padding.
+
+    Raises ConfigError without the package tokenizers, DataError if the file is not a tokenizer's.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        why = "the package tokenizers, which reads it, cannot be imported"
+        raise ConfigError(f"{path}: {error}", why, pip_install("tokenizers")) from error
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises no narrower class
+        raise DataError(
+            f"{path}: expected a tokenizer.json: {error}",
+            "it is missing, damaged, or another file of that name",
+            "fetch the model's tokenizer.json again",
+        ) from error
+    tokenizer.no_truncation()  # truncation and padding may be stored in the file
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def module_documents(root: Path) -> Iterator[Document]:

@@ -1,7 +1,7 @@
 """Read token files as micro-batches, in exactly the sample order of Megatron.
 
-The order is that of `GPTDataset` in megatron-core 0.16.1 (`datasets/gpt_dataset.py`,
-`datasets/helpers.cpp`), which the reference trains with. Building it takes seconds for 45 million
+The reference trains with `GPTDataset` of megatron-core 0.16.1 (`datasets/gpt_dataset.py`,
+`datasets/helpers.cpp`), which defines the order. Building it takes seconds for 45 million
 documents. D documents hold T tokens in total. A run requests N samples of S tokens:
 
 1. Epochs. E is the smallest number of passes with E*T >= N*S + 1 (the last sample needs one more

@@ -2,32 +2,32 @@
 
 `prepare fetch --download` uses this module.
 
-A file is downloaded to the folder STAGE, under a name that is its checksum. It is moved to its own
-name when its size and checksum match the hub's list. The checksum is SHA-256, or git's SHA-1 for a
-small file that is stored in git. So an interrupted download never leaves part of a file under the
-file's name.
+A file is downloaded to `.<name>.part`, which the next call continues after an interruption. It gets
+its own name when its size and checksum match the hub's list. The checksum is SHA-256, or git's
+SHA-1 for a small file that is stored in git. So an interrupted download never leaves part of a file
+under the file's name.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from common.data.manifest import sha256_of
 from common.data.preparation import locked, require_free_space, say
-from common.errors import DataError, PreflightError, RunError, StorageError, failure_of
+from common.errors import DataError, PreflightError, RunError, StorageError, failure_of, first_line
 from common.packages import pip_install
+from common.terminal import Progress
 
-STAGE = ".download"
-CHUNK = 2**20  # bytes written at a time
-# A download fails after this many seconds without a chunk or an answer: 17 kB/s are the minimum.
-SILENCE_S = 60.0
+# Bytes of one request. tokenizer.json fits in one: for a file in git, a server may ignore the range
+# and send the whole file.
+BLOCK = 2**24
+LIMIT_S = 600.0  # for the answer to one request: 28 kB/s are the minimum
 
 
 def download(repository: str, revision: str, names: Sequence[str], folder: Path, kind: str) -> None:
@@ -40,33 +40,41 @@ def download(repository: str, revision: str, names: Sequence[str], folder: Path,
     file cannot be written or a different file has its name.
     """
     try:
-        import huggingface_hub
+        from huggingface_hub import HfApi, HfFileSystem
     except ImportError as error:
         raise PreflightError(
             "huggingface_hub is not installed", str(error), pip_install("huggingface_hub")
         ) from None
     source: dict[str, Any] = {"repo_id": repository, "revision": revision, "repo_type": kind}
+    root = f"{repository}@{revision}"
+    if kind == "dataset":
+        root = f"datasets/{root}"
     try:
-        with locked(folder / f"{STAGE}.lock"):
-            listed = _watched(
-                lambda: list(huggingface_hub.HfApi().list_repo_tree(recursive=True, **source)),
-                lambda: 0,
-            )
+        with locked(folder / ".download.lock"):
+            listed = _answer(lambda: list(HfApi().list_repo_tree(recursive=True, **source)))
             for name in names:
                 entry = _entry(listed, name, repository, revision)
-                url = huggingface_hub.hf_hub_url(filename=entry.path, **source)
-                _fetch(url, entry, folder / name, repository)
-                say(f"{folder / name}: {entry.size:,} bytes, as {repository} has it at {revision}")
-            shutil.rmtree(folder / STAGE, ignore_errors=True)
+                path = folder / name
+                if not path.exists():
+                    # `hf_hub_download` does not resume what another process began (version 2).
+                    open_file = partial(HfFileSystem().open, f"{root}/{entry.path}")
+                    remote = _answer(partial(open_file, size=entry.size, cache_type="none"))
+                    _complete(remote, entry, path, repository)
+                elif difference := _difference(path, entry):
+                    raise StorageError(
+                        f"{path} is not the file of {repository}",
+                        f"{difference}; nothing is overwritten",
+                        "move it away and run the command again",
+                    )
+                say(f"{path}: {entry.size:,} bytes, as {repository} has it at {revision}")
     except RunError:
         raise
     except Exception as error:
         # Which class is raised (httpx, huggingface_hub or the system) depends on the version of
         # huggingface_hub.
-        text = str(error).strip().partition("\n")[0]
         raise failure_of(error) or DataError(
             f"{repository} could not be downloaded",
-            f"{type(error).__name__}: {text}",
+            f"{type(error).__name__}: {first_line(error)}",
             "check the network; for a gated repository accept its license on its page, "
             "then: hf auth login",
         ) from error
@@ -77,7 +85,6 @@ def _entry(listed: list[Any], name: str, repository: str, revision: str) -> Any:
     for entry in listed:
         # Entries without a size are folders.
         if hasattr(entry, "size") and Path(entry.path).name == name:
-            _check_entry(entry, repository)
             return entry
     raise DataError(
         f"{repository} has no {name}",
@@ -86,145 +93,52 @@ def _entry(listed: list[Any], name: str, repository: str, revision: str) -> Any:
     )
 
 
-def _fetch(url: str, entry: Any, path: Path, repository: str) -> None:
-    """Download a file to `path`, or check it if it exists. Raises DataError and StorageError."""
-    if path.exists():
-        difference = _difference(path, entry)
-        if difference:
-            raise StorageError(
-                f"{path} is not the file of {repository}",
-                f"{difference}; nothing is overwritten",
-                "move it away and run the command again",
-            )
-        return
-    staged = path.parent / STAGE / (entry.lfs.sha256 if entry.lfs else entry.blob_id)
-    present = staged.stat().st_size if staged.exists() else 0  # from an interrupted download
-    require_free_space(path.parent, entry.size - present, path.name)
-    _complete(url, entry, staged)
-    difference = _difference(staged, entry)
+def _complete(remote: IO[bytes], entry: Any, path: Path, repository: str) -> None:
+    """Download what `path`'s part lacks, then give it its name. Raises DataError."""
+    part = path.with_name(f".{path.name}.part")
+    if part.is_symlink():  # nothing is appended to a file elsewhere
+        part.unlink()
+    with part.open("ab") as file, Progress(path.name, entry.size, "B") as progress:
+        require_free_space(path.parent, entry.size - file.tell(), path.name)
+        remote.seek(file.tell())
+        # A server may send more than requested, which the size shows.
+        while file.tell() < entry.size and (block := _answer(lambda: remote.read(BLOCK))):
+            file.write(block[: entry.size + 1 - file.tell()])
+            progress.at(file.tell())
+    difference = _difference(part, entry)
     if difference:
-        staged.unlink()
+        part.unlink()
         raise DataError(
             f"{path.name}: the downloaded file is damaged: {difference}",
             f"{repository} or the network sent other bytes",
             "run the command again to download the file again",
         )
-    staged.replace(path)
+    part.replace(path)
 
 
-def _complete(url: str, entry: Any, path: Path) -> None:
-    """Download a file to `path`, or the part of it that an interrupted download left out.
+def _answer(request: Callable[[], Any]) -> Any:
+    """Return the result of `request`. Raises DataError if it takes more than LIMIT_S.
 
-    `hf_hub_download` would start from the beginning in each process (huggingface_hub 2).
+    It runs in a thread, which is then abandoned, because a read from a server that sends one byte
+    a second cannot be interrupted.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
-
-    constants.DOWNLOAD_CHUNK_SIZE = min(CHUNK, constants.DOWNLOAD_CHUNK_SIZE)
-    path.parent.mkdir(exist_ok=True)
-    with path.open("ab") as file:
-        if file.tell() < entry.size:
-            bounded: Any = _Bounded(file, entry.size)
-            headers = build_hf_headers()
-            try:
-                _watched(
-                    lambda: http_get(
-                        url,
-                        bounded,
-                        resume_size=file.tell(),
-                        headers=headers,
-                        expected_size=entry.size,
-                    ),
-                    lambda: path.stat().st_size,
-                )
-            except TooLarge:
-                path.unlink()
-                raise DataError(
-                    f"{url} sends more than its size",
-                    f"the hub's list says {entry.size:,} bytes",
-                    "do not trust this server",
-                ) from None
-
-
-def _check_entry(entry: Any, repository: str) -> None:
-    """Raise DataError unless the entry has a size and a checksum.
-
-    The checksum becomes a file name. A path in its place could write outside of STAGE.
-    """
-    if entry.lfs:
-        checksum = entry.lfs.sha256
-        length = 64
-    else:
-        checksum = entry.blob_id
-        length = 40
-    is_checksum = isinstance(checksum, str) and re.fullmatch(f"[0-9a-f]{{{length}}}", checksum)
-    if not is_checksum or type(entry.size) is not int:
-        raise DataError(
-            f"{repository} lists {entry.path} with the checksum {str(checksum)[:80]!r} "
-            f"and the size {entry.size!r}",
-            f"a checksum is {length} hexadecimal digits",
-            "do not trust this server",
-        )
-
-
-class TooLarge(Exception):
-    """The server sends more bytes than the hub's list states."""
-
-
-class _Bounded:
-    """A file of at most `limit` bytes, flushed after each write so that its size is current."""
-
-    def __init__(self, file: IO[bytes], limit: int):
-        self.file = file
-        self.limit = limit
-
-    def write(self, chunk: bytes) -> int:
-        if self.file.tell() + len(chunk) > self.limit:
-            raise TooLarge
-        written = self.file.write(chunk)
-        self.file.flush()
-        return written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-
-def _watched(work: Callable[[], Any], progress: Callable[[], int]) -> Any:
-    """Return the result of `work`, which runs in a thread.
-
-    Raises DataError if `progress` returns the same number for SILENCE_S while `work` runs. The
-    thread is then abandoned, because a read from a server that sends one byte a second cannot be
-    interrupted.
-    """
-    results: list[Any] = []
-    failures: list[BaseException] = []
+    answer: Future[Any] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            answer.set_result(request())
         except BaseException as error:
-            failures.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    last = progress()
-    last_change = time.monotonic()
-    while thread.is_alive():
-        thread.join(0.2)
-        current = progress()
-        if current != last:
-            last = current
-            last_change = time.monotonic()
-        elif time.monotonic() - last_change > SILENCE_S:
-            raise DataError(
-                "the server is too slow",
-                f"in {SILENCE_S:.0f} s it did not answer, or sent less than {CHUNK:,} bytes",
-                "run the command again: it resumes the download",
-            )
-    if failures:
-        raise failures[0]
-    return results[0]
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(LIMIT_S)
+    except TimeoutError:
+        raise DataError(
+            "the server is too slow",
+            f"it did not answer a request in {LIMIT_S:.0f} s",
+            "run the command again: it resumes the download",
+        ) from None
 
 
 def _difference(path: Path, entry: Any) -> str:

@@ -116,7 +116,7 @@ def require_training(prefix: Path, got: int, unit: str, do: str) -> None:
 def require_validation(prefix: Path, got: int, expected: int, unit: str, do: str) -> None:
     """Raise DataError if the validation data hold fewer than `expected` of `unit`.
 
-    The parameters are those of `require_training`.
+    For the parameters, see `require_training`.
     """
     if got < expected:
         what = f"{index_path(prefix)}: expected at least {expected} {unit}, got {got}"

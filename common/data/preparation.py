@@ -234,9 +234,9 @@ def _damage(path: Path, manifest: Manifest) -> str:
 def require_as_recorded(path: Path, files: Collection[Path], vocab_size: int, prepare: str) -> None:
     """Raise DataError if one of `files` differs from the manifest at `path`, or does not fit.
 
-    `files`: those that a run reads. The ones that the manifest lists are compared by their sizes,
-    and by SHA-256 or, if they are large, by a sample of it.
-    `vocab_size`: that of the model; larger ids do not fit.
+    `files`: the files that a run reads. If the manifest lists them, their sizes are compared, and
+        their SHA-256 or, if they are large, the SHA-256 of a sample.
+    `vocab_size`: the model's vocabulary; larger ids do not fit.
     `prepare`: the user's command that prepares the data, for the messages.
 
     A manifest without facts of its files is accepted with a note.

@@ -1,10 +1,11 @@
-"""Read documents from lines of JSON objects, as in C4."""
+"""Read documents from lines: of JSON objects, as in C4, or of plain text."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from common.errors import DataError, listed
@@ -13,14 +14,11 @@ BLOCK_BYTES = 1 << 20  # read together to count lines
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
-def json_documents(
-    file: Iterable[bytes], path: Path, key: str, option: str = "--jsonl-key", skipped: int = 0
-) -> Iterator[str]:
+def json_documents(file: Iterable[bytes], path: Path, key: str, skipped: int = 0) -> Iterator[str]:
     """Yield the text under `key` of each line of a JSON lines file.
 
     `file`: the open file, or some of its lines.
     `path`: its name, for errors.
-    `option`: the option that names the key, for errors.
     `skipped`: bytes of the file before the first line of `file`, for the line numbers in errors.
 
     Raises DataError if a line is not a JSON object or has no valid text.
@@ -29,7 +27,7 @@ def json_documents(
         if not line.strip():
             continue
         try:
-            text = _text_of(line, key, option)
+            text = _text_of(line, key)
         except DataError as error:
             # Counted only now, because counting reads all of the file before this line.
             place = f"{path}: line {_line_ends(path, skipped) + number}"
@@ -37,7 +35,26 @@ def json_documents(
         yield text
 
 
-def _text_of(line: bytes, key: str, option: str) -> str:
+def blocks_of_lines(file: Iterable[bytes], path: Path) -> Iterator[str]:
+    """Yield the documents of a plain text file, which blank lines separate. Raises DataError."""
+    block: list[str] = []
+    # The added blank line ends the last document.
+    for number, line in enumerate(chain(file, [b"\n"]), start=1):
+        if line.strip():
+            try:
+                block.append(line.decode())
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}: line {number}: not UTF-8",
+                    "the text has another encoding",
+                    "convert it to UTF-8 first",
+                ) from error
+        elif block:
+            yield "".join(block).rstrip("\r\n")
+            block = []
+
+
+def _text_of(line: bytes, key: str) -> str:
     """Return the text under `key` of a line. Raises DataError, which does not name the line."""
     try:
         record = json.loads(line)
@@ -57,7 +74,7 @@ def _text_of(line: bytes, key: str, option: str) -> str:
         raise DataError(
             f'no key "{key}"',
             f"it has {listed(record, 8) or 'no key'}",
-            f"name the key that holds the text with {option}, or repair the line",
+            "name the key that holds the text with --key, or repair the line",
         )
     text = record[key]
     if not isinstance(text, str):

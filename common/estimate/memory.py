@@ -7,7 +7,7 @@ bytes. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from common.config import RunConfig
@@ -62,11 +62,14 @@ def fits(memory: Memory, kind: GpuKind) -> bool:
     return memory.needed <= usable_bytes(kind)
 
 
-def memory_peak(config: RunConfig, work: Workload) -> Memory:
+def memory_peak(
+    config: RunConfig, work: Workload, other_state: Mapping[str, float] | None = None
+) -> Memory:
     """Return the memory at the moment of its peak.
 
     Four moments are compared: the head's backward, the last block's forward, its backward, and an
-    evaluation.
+    evaluation. `other_state`: bytes by kind of tensor that replace the config's, in a layout that
+    this package does not train.
     """
     shape = work.shape
     element = BYTES[config.precision]
@@ -107,6 +110,7 @@ def memory_peak(config: RunConfig, work: Workload) -> Memory:
         "an evaluation": state | in_evaluation,
     }
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
+    parts |= other_state or {}
     return Memory(moment, {name: size for name, size in parts.items() if size})
 
 
@@ -161,7 +165,7 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
     gpus = config.gpus_per_node
     element = BYTES[config.precision]
     per_value = element
-    if config.linear_format.stores_fp8:
+    if config.linear_format.in_fp8:
         stores_transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
         per_value = 2 if stores_transposed else 1
     matrices = shape.num_layers * shape.matrix_parameters
@@ -179,7 +183,7 @@ def _gathered_bytes(config: RunConfig, work: Workload) -> float:
         return BYTES[config.precision] * work.shape.num_parameters
     storage = config.frozen_base
     gathers = storage == "sharded" and config.gpus_per_node > 1
-    fp8 = config.linear_format.stores_fp8
+    fp8 = config.linear_format.in_fp8
     transposes = fp8 and not gathers and storage != "replicated_both"
     per_value = 1 if fp8 else BYTES[config.precision]
     if not gathers and not transposes:
@@ -206,7 +210,7 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
     element = BYTES[config.precision]
     hidden = shape.hidden_size
     ffn = shape.ffn_hidden_size
-    swiglu_element = 1 if work.lora_rank and config.linear_format.stores_fp8 else element
+    swiglu_element = 1 if work.lora_rank and config.linear_format.in_fp8 else element
     kept = {
         "residual streams": 2 * hidden * element + 2 * 4,  # with 1 / rms of both norms in fp32
         "qkv": shape.qkv_size * element,
@@ -243,7 +247,7 @@ def _working_bytes(config: RunConfig, work: Workload) -> tuple[int, int]:
     operand = config.linear_format.operand_bytes(element)
     # Operands are rowwise only. In FP8 the bf16 gate_up exists in addition to its 8-bit copy.
     if work.lora_rank:
-        result = 2 * ffn * element if config.linear_format.stores_fp8 else element * hidden
+        result = 2 * ffn * element if config.linear_format.in_fp8 else element * hidden
         forward = operand * ffn + result
         backward = element * (hidden + ffn) + operand * 2 * ffn
     elif config.linear_format.in_fp8:
@@ -315,12 +319,19 @@ def host_bytes(config: RunConfig, work: Workload) -> int:
     return offloaded_layers(config, work) * (1 << (layer - 1).bit_length())
 
 
-def largest_micro_batch(config: RunConfig, work: Workload, kind: GpuKind) -> int:
+def largest_micro_batch(
+    config: RunConfig,
+    work: Workload,
+    kind: GpuKind,
+    other_state: Mapping[str, float] | None = None,
+) -> int:
     """Return the largest micro-batch that fits if nothing else changes, or 0 if none does.
 
-    It need not divide the global batch.
+    It need not divide the global batch. `other_state`: see `memory_peak`.
     """
-    return largest(lambda size: fits(memory_peak(with_micro_batch(config, size), work), kind))
+    return largest(
+        lambda size: fits(memory_peak(with_micro_batch(config, size), work, other_state), kind)
+    )
 
 
 def largest(good: Callable[[int], bool]) -> int:
@@ -352,7 +363,7 @@ def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) ->
 
     `key`: "recompute_layers" or "offload_layers".
     """
-    if not config.has_key(key) or (key == "offload_layers" and not config.linear_format.stores_fp8):
+    if not config.has_key(key) or (key == "offload_layers" and not config.linear_format.in_fp8):
         return None  # the config refuses this key
     for count in range(work.shape.num_layers + 1):
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from common.config import RunConfig
 from common.estimate.memory import (
     Memory,
@@ -16,20 +18,22 @@ from common.estimate.workload import Workload, benchmark_workload
 from common.gpu_kinds import KINDS, GpuKind
 
 
-def verdict(memory: Memory, config: RunConfig, work: Workload, kind: GpuKind) -> str:
-    """Say whether `memory` fits on `kind`, and if it does not, which option makes it fit."""
+def verdict(memory: Memory, kind: GpuKind, ways: Iterable[str]) -> str:
+    """Say whether `memory` fits on `kind`, and if it does not, which change makes it fit.
+
+    `ways`: each change that does so, the cheapest first. It is read only if memory is short.
+    """
     usable = usable_bytes(kind)
     needed = memory.needed
     sizes = (
         f"{gib(needed):.1f} GiB with context and fragmentation, of {gib(usable):.1f} usable on "
         f"{kind.name}"
     )
-    if not fits(memory, kind):
-        return (
-            f"does NOT fit: {sizes}; short by {gib(needed - usable):.1f}; "
-            f"{advice(config, work, kind)}"
-        )
-    return f"fits: {sizes}; {gib(usable - needed):.1f} left"
+    if fits(memory, kind):
+        return f"fits: {sizes}; {gib(usable - needed):.1f} left"
+    options = " or ".join(ways)
+    advice = f"try {options}" if options else "no single change makes it fit"
+    return f"does NOT fit: {sizes}; short by {gib(needed - usable):.1f}; {advice}"
 
 
 def expected_memory(benchmark: str, config: RunConfig) -> str:
@@ -40,17 +44,15 @@ def expected_memory(benchmark: str, config: RunConfig) -> str:
     memory = memory_peak(config, work)
     return (
         f"plan expects a peak of {gib(memory.allocated):.1f} GiB allocated, in {memory.moment}: it "
-        f"{verdict(memory, config, work, kind)}"
+        f"{verdict(memory, kind, saving_keys(config, work, kind))}"
     )
 
 
-def advice(config: RunConfig, work: Workload, kind: GpuKind) -> str:
-    """Name the changes that would make a config fit, in order of cost."""
-    options = []
+def saving_keys(config: RunConfig, work: Workload, kind: GpuKind) -> Iterator[str]:
+    """Yield the keys, with values, any of which would make a config fit, in order of cost."""
     smallest = with_micro_batch(config, 1)
     if config.micro_batch_size > 1 and fits(memory_peak(smallest, work), kind):
-        options.append("micro_batch_size 1")
+        yield "micro_batch_size 1"
     for key in ("offload_layers", "recompute_layers"):
         if (layers := fewest_layers(config, work, kind, key)) is not None:
-            options.append(f"{key} {layers}")
-    return "try " + " or ".join(options) if options else "more GPUs are needed"
+            yield f"{key} {layers}"

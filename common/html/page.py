@@ -5,8 +5,7 @@ does not allow it to load anything. Charts are drawn by uPlot (templates/uPlot.i
 license), which is included only in pages with charts. It has 51 KB, plotly from pip 4.6 MB.
 
 A page has sections of blocks. A block is a dictionary whose first key names its type (banner,
-tiles, steps, notes, text, table, shares, chart, links, drawing). A block without content is
-omitted.
+tiles, steps, notes, text, table, shares, bars, chart, links). A block without content is omitted.
 """
 
 from __future__ import annotations
@@ -116,6 +115,22 @@ def shares(parts: dict[str, float]) -> Block:
     return {"shares": bar}
 
 
+def bars(label: str, values: Iterable[tuple[str, float, str]]) -> Block:
+    """Return horizontal bars below `label`: one for each (name, value, group).
+
+    Bars of the same name stand together. Each group has its own color.
+    """
+    values = list(values)
+    largest = max((value for _, value, _ in values), default=0.0) or 1.0
+    colors: dict[str, str] = {}
+    rows: dict[str, list[tuple[str, str, str]]] = {}
+    for name, value, group in values:
+        color = colors.setdefault(group, COLORS[len(colors) % len(COLORS)])
+        # The rest of the width is for the number.
+        rows.setdefault(name, []).append((f"{0.65 * value / largest:.1%}", number(value), color))
+    return {"bars": rows, "label": label, "colors": colors if len(colors) > 1 else {}}
+
+
 def chart(
     label: str, x: str, curves: Iterable[Curve], reduce: Callable = fmean, **more: Any
 ) -> Block:
@@ -123,7 +138,7 @@ def chart(
 
     `reduce`: combines the y values of neighboring points if a curve has more than MAX_POINTS.
     `more`: `target`, a level of y; `band`, from and to an x; `sync`, a name: charts with the same
-        name share their cursor.
+        name share their cursor; `log`, "x" or "y" -> base of the axis if it is logarithmic.
     """
     series = []
     for curve in curves:

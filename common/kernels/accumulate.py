@@ -115,7 +115,7 @@ def _add_rows_kernel(
 ):
     """Add COLUMNS columns of the gradients of one token id to total.
 
-    One program per sorted token and block of columns. Only that of an id's first token adds.
+    One program per sorted token and block of columns. Only programs of an id's first token add.
 
     `total_ptr`: fp32 [end - first, size], the rows of token ids `first` to `end` - 1.
     `ids_ptr`: int64 [tokens], sorted.

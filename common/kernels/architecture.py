@@ -3,7 +3,7 @@
 Each kernel has a function `<kernel>_settings(architecture)` in the same file, which returns a Tile.
 To tune a kernel for another GPU, branch on the architecture's name there. Then run tests/kernels.
 They compile every kernel with these settings for every supported architecture. They fail if a
-kernel spills registers or needs more shared memory than the GPU has. `throughput settings` times
+kernel spills registers or needs more shared memory than the GPU has. `throughput tiles` times
 other settings.
 
 No setting was ever timed on an AMD GPU. Kernels for AMD have one stage, except on gfx942, because

@@ -12,8 +12,8 @@ cuDNN (pytorch#196678).
 Attention is not in FP8. cuDNN's FP8 forward with a bf16 backward made a step of the 8B 2.0 % faster
 on an H200, but after 500 steps the loss of each of eight seeds was at least a third higher. On
 Hopper, cuDNN stores the output in FP8 only, probably too inexact for the backward. A forward with a
-bf16 output was not built. It would save less than 8 %: cuDNN's FP8 kernel takes 576 us, and
-FlashAttention-4 832 us forward and 2,525 us backward. FlashAttention-4 4.0.0b36 refuses FP8 below
+bf16 output was not built. It would save less than 8 %: cuDNN's FP8 kernel takes 576 µs, and
+FlashAttention-4 832 µs forward and 2,525 µs backward. FlashAttention-4 4.0.0b36 refuses FP8 below
 sm_100.
 """
 
@@ -75,7 +75,7 @@ def require_preferred_library() -> None:
         raise ConfigError(
             f"{PREFER_CK}=1 has no effect here",
             f"torch {torch.__version__} was built without CK's attention and would take {name}",
-            f"remove {PREFER_CK}, or use a torch with CK, such as that of AMD's images",
+            f"remove {PREFER_CK}, or use a torch with CK, such as the one in AMD's images",
         )
 
 
@@ -88,8 +88,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     engine = attention_engine(q.device, q.dtype).engine
     if engine.module:
         return engines.module_of(engine).causal_attention(q, k, v)
-    # Views of the packed projection cost nothing: cuDNN takes 1,735 + 5,705 us with them, and 1,717
-    # + 5,681 us with contiguous heads (H200, 2 x 8,192 tokens, 32/8 heads).
+    # Views of the packed projection cost nothing: cuDNN takes 1,735 + 5,705 µs with them, and 1,717
+    # + 5,681 µs with contiguous heads (H200, 2 x 8,192 tokens, 32/8 heads).
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     )

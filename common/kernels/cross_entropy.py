@@ -7,9 +7,9 @@
 The Triton forward reads each row of logits once (online log-sum-exp, Milakov and Gimelshein,
 arXiv:1805.02867). The backward reads it once more and overwrites it with the gradient, which saves
 a second buffer of 2.1 GB per sequence of 8,192. For vocabulary 128,256 in bf16, this moves 256,512
-bytes per token forward and 513,024 backward (0.06 + 0.12 us on an H200 that copies at 4.3 TB/s).
-Plain torch moves some 3.5 MB per token: a copy in fp32, its log-softmax, the gradient of the latter
-and a cast.
+bytes per token forward and 513,024 backward (0.06 + 0.12 µs on an H200 that copies at 4.3 TB/s).
+Plain torch moves some 3.5 MB per token: a copy in fp32, the log-softmax and its gradient, and a
+cast.
 """
 
 from __future__ import annotations

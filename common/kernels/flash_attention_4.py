@@ -15,7 +15,7 @@ flash-attn-4 4.0.0b36):
   run_start. They are kept in FLASH_ATTENTION_CUTE_DSL_CACHE_DIR if
   FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1. Both are read when the package is imported.
 
-For a sequence of 8,192 tokens with 32/8 heads on an H200, it takes 832 us forward and 2,525 us
+For a sequence of 8,192 tokens with 32/8 heads on an H200, it takes 832 µs forward and 2,525 µs
 backward, cuDNN 984 and 2,934. Every result is at least as near to fp32 as cuDNN's.
 """
 

@@ -184,7 +184,7 @@ def quantize_weight(
     `quantize`: the function that casts, one of quantize.IMPLEMENTATIONS.
 
     The weight is cast once per optimizer step. The quantizer keeps the cast weight until
-    `step_done` or `reset` of model/linear_layers.py, one of which must follow every change of the
+    `step_done` or `reset` of model/linear_layers.py. One of them must follow every change of the
     weights.
     """
     if quantizer is None:
@@ -231,8 +231,8 @@ def product(
         bf16.
 
     FP8 products sum in the tensor cores' own precision, some 14 bits on Hopper (`use_fast_accum`).
-    A step is then 3 % faster, and the loss of eight seeds after 500 steps is not worse
-    (docs/number_formats.md), nor that of 3,000 steps with sums of 32,768 terms (docs/results.md).
+    A step is then 3 % faster. The loss is not worse after 500 steps with eight seeds
+    (docs/number_formats.md), or after 3,000 steps with sums of 32,768 terms (docs/results.md).
     Other GPUs and the CPU sum in fp32 either way. A scale per row instead of one per tensor is not
     faster on an H200: 8.51 to 8.82 ms for the products of a layer of the 8B under load, and 8.55 to
     8.72 ms.

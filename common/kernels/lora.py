@@ -17,11 +17,11 @@ up, without atomics and with the same bits in every run.
 
 The mask is a function of (seed, row, column). It compares a 16-bit random number with the dropout
 probability in steps of 2^-16 (0.1 becomes 0.10001). The generator is Philox4x32-7 (Salmon et al.,
-SC 2011) with key `seed` and counter (row, column // 8, 0, 0). It yields eight such numbers, of
-which number column % 8 is used. With one call per element, the generator would limit the speed
-instead of memory. `keep_mask` computes the same mask in plain torch.
+SC 2011) with key `seed` and counter (row, column // 8, 0, 0). It yields eight such numbers; the one
+at column % 8 is used. With one call per element, the generator would limit the speed instead of
+memory. `keep_mask` computes the same mask in plain torch.
 
-What could still be saved is 0.5 ms of a layer's 33 ms (70B, H200): each mask is computed twice, and
+Another 0.5 ms of a layer's 33 ms could be saved (70B, H200): each mask is computed twice, and
 `up_backward` takes twice the time of its bytes.
 """
 
@@ -398,8 +398,8 @@ def _down_backward_kernel(
 
 
 def down_settings(arch: str) -> Tile:
-    # On an H200 it takes 77 us. 64 x 256 in 4 warps takes 67 us, but spills registers on all GPUs.
-    # 32 x 256 in 4 warps takes 68 us without spills, but its results were never checked on a GPU.
+    # On an H200 it takes 77 µs. 64 x 256 in 4 warps takes 67 µs, but spills registers on all GPUs.
+    # 32 x 256 in 4 warps takes 68 µs without spills, but its results were never checked on a GPU.
     return Tile(rows=64, columns=128, warps=8, stages=pipeline_stages(arch, 3), parts=4)
 
 

@@ -8,9 +8,9 @@ The kernels work on the packed projection of queries, keys and values:
                d_x = rstd * (g - x_hat * mean(g * x_hat))
                d_w = sum of d_n * x_hat
 
-In a model with these norms, these kernels replace those of kernels/rope.py. A program keeps whole
-heads in registers. The backward recomputes rstd, which is cheaper than keeping it. It also needs x,
-which the forward overwrites. Therefore the forward first copies the query and key heads.
+In a model with these norms, these kernels replace kernels/rope.py. A program keeps whole heads in
+registers. The backward recomputes rstd, which is cheaper than keeping it. It also needs x, which
+the forward overwrites. Therefore the forward first copies the query and key heads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FP8 products that compute SwiGLU in their epilogues, by QuACK: gate_up's fprop and down's dgrad.
 
 QuACK is an optional package (common/engines.py). The product that computes gate_up also writes h,
-and the product that computes the gradient of h writes that of gate_up instead. So one kernel does
-the work of a product and of a kernel of swiglu.py. Like the kernels, the first one can keep gate_up
-in 8 bits for LoRA. An evaluation does not store gate_up.
+and the product for the gradient of h writes gate_up's gradient instead. So one kernel does the work
+of a product and of a kernel of swiglu.py. Like the kernels, the first one can keep gate_up in 8
+bits for LoRA. An evaluation does not store gate_up.
 
 The epilogues round where the kernels do: gate_up and the gradient of h to bf16, before SwiGLU is
 computed from them. Both products must know the scale of their result beforehand. In the first step,
@@ -13,7 +13,7 @@ QuACK writes the amax of each row of each tile. A small kernel reads them and do
 `store_quantized` does in other kernels: it records the amax, counts saturated elements, and turns
 an infinite element into NaN. The result of QuACK does not show which elements saturated and which
 were rounded to the format's largest number. In a row of a tile with an element beyond the scale's
-range, the kernel counts them all. The count is therefore never smaller than that of other kernels.
+range, the kernel counts them all. It therefore never counts fewer than other kernels.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def raise_amax(amax, state_ptr):
     Most programs find a larger one there already, and a load is cheaper than an atomic. The load
     bypasses the L1 cache, which does not see the stores of other multiprocessors. The atomic is
     relaxed, because its order does not matter. Triton's default orders all memory accesses of the
-    program around each atomic, with which a cast of 50 us took 950 us on an H200.
+    program around each atomic, with which a cast of 50 µs took 950 µs on an H200.
     """
     if amax > tl.load(state_ptr + 2, cache_modifier=AMAX_CACHE):
         tl.atomic_max(state_ptr + 2, amax, sem="relaxed")
@@ -267,7 +267,7 @@ def quantize_settings(arch: str) -> Tile:
 def quantize_triton(x: Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
     """Triton version of `quantize_reference`. x must be contiguous.
 
-    Reads 2 bytes and writes 1 per element, in addition to those of the transpose.
+    Reads 2 bytes and writes 1 per element, plus the bytes of the transpose.
     """
     if quantizer is None:
         return QuantizedTensor(x)

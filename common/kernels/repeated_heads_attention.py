@@ -11,7 +11,7 @@ and dV of a group are summed in fp32. The forward has grouped heads, as in SDPA:
 is 2 to 3 times slower in AOTriton (aiter#2415).
 
 On an H200, where torch's flash kernels are the same for both, repeating costs 4 %: 12,963 instead
-of 12,437 us for two sequences of the 8B. The gradients are as near to fp32.
+of 12,437 µs for two sequences of the 8B. The gradients are as near to fp32.
 
 The backward needs four more tensors of the size of Q, which `plan` does not count: 0.5 GiB for two
 sequences of the 8B.

@@ -12,8 +12,8 @@ The norm is fused with the residual add before it and with the quantization of i
 
 No element of a row can be stored before the whole row is summed. Therefore a program keeps whole
 rows in registers and reads each element once. With the transposes of the results, 16,384 x 4,096
-take 156 us forward and 249 us backward on an H200. A program that read 32 rows twice and stored
-both layouts took 203 and 359 us, with the best of 24 tiles.
+take 156 µs forward and 249 µs backward on an H200. A program that read 32 rows twice and stored
+both layouts took 203 and 359 µs, with the best of 24 tiles.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ def rms_norm_backward_settings(arch: str, num_columns: int, weight_grad: bool) -
     of d_weight.
     """
     # sm_90: the fastest of those tried on an H200. With 3 stages and 32 rows a program, 8,192 x
-    # 4,096 take 98 us instead of 117.
+    # 4,096 take 98 µs instead of 117.
     rows, columns = _whole_rows(1, num_columns)
     return Tile(
         rows,
@@ -390,7 +390,7 @@ def rms_norm_backward_triton(
     addition to the quantized d_x.
 
     d_weight has the same bits in every run: programs write partial sums, which a second kernel adds
-    up. (torch's sum of 512 such rows takes 22 us on an H200.)
+    up. (torch's sum of 512 such rows takes 22 µs on an H200.)
     """
     assert_contiguous("the norm's backward", d_n, residual, rstd, weight, d_residual)
     num_rows, num_columns = d_n.shape

@@ -165,7 +165,7 @@ def store_halves(
 
     `column`: int [HALF], the columns of the first half. The second half follows it.
 
-    The other arguments are those of `store_quantized`.
+    For the other arguments, see `store_quantized`.
     """
     HALF: tl.constexpr = first.shape[1]
     store_quantized(

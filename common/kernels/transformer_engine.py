@@ -1,13 +1,13 @@
 """Matrix products and causal attention by Transformer Engine, NVIDIA's library, or ROCm's fork.
 
 Transformer Engine is an optional package (common/engines.py). This code follows the source code of
-NVIDIA's 2.20.2 and of ROCm/TransformerEngine at 01b52037, whose signatures are those of 2.10.
+NVIDIA's 2.20.2 and of ROCm/TransformerEngine at 01b52037, which has the signatures of 2.10.
 
 Products are computed by `general_gemm`, with the operands and scales of this package. Like torch,
 it uses the first algorithm of cuBLASLt or hipBLASLt, but it may use a workspace. Attention is
-`DotProductAttention`, restricted to fused attention: that of cuDNN on NVIDIA GPUs, those of CK and
-AITER on AMD GPUs. There, dQ is summed in 32 bits, because 16 bits overflow on gfx942 at 8,192
-positions (common/known_issues.toml).
+`DotProductAttention`, restricted to fused attention: cuDNN's on NVIDIA GPUs, CK's and AITER's on
+AMD GPUs. There, dQ is summed in 32 bits, because 16 bits overflow on gfx942 at 8,192 positions
+(common/known_issues.toml).
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _kind_of(device: Device, gpus: Probe, override: str) -> GpuKind:
 def _named_kind(name: str) -> str:
     """Return the kind that a product name contains, in any case, or "" if there is none.
 
-    Also returns "" for PCIe cards, whose clock, power and peak are lower than those of SXM modules.
+    Also returns "" for PCIe cards, which have a lower clock, power and peak than SXM modules.
     """
     if re.search(r"\b(PCIe|NVL)\b", name):
         return ""

@@ -174,7 +174,7 @@ def accelerators(gpus: Probe, gpu_kind: str = "") -> dict[str, str]:
         values["host_interconnect"] = "PCIe Gen5 x16"
         if count == 1:
             values["interconnect"] = "N/A (one accelerator)"
-        if count != 8:  # the topologies of GpuKind are those of 8 GPUs
+        if count != 8:  # GpuKind has topologies of 8 GPUs only
             values["interconnect_topology"] = ""
     description = {f"accelerator_{key}": value for key, value in values.items()}
     return {"accelerators_per_node": str(count), **description}

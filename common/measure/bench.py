@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common import config as configs
 from common import engines
-from common.benchmarks import config_class, require_layers, rules_of, trainer_of
+from common.benchmarks import config_class, require_layers, rules_of
 from common.command_line import count
 from common.config import RunConfig
 from common.gpu_kinds import GIB
@@ -38,16 +38,18 @@ from common.measure.bench_profile import precision_of, profiled
 from common.measure.defaults import STEPS, WARMUP
 from common.model.families import shape_of
 from common.model.llama import Llama
+from common.model.precision import DTYPES
 from common.self_test.kernel_cases import Sizes
 from common.self_test.run import check_engines, require_sound
 from common.sharding.processes import (
     Processes,
+    high_priority_compute,
     max_over_ranks,
     require_world_size,
     start_processes,
 )
+from common.training import finetuning, pretraining
 from common.training.assembly import Assembly, Batching
-from common.training.build import DTYPES
 from common.training.guard import run_guarded
 from common.training.loop import evaluate, rank_micro_batches, train_step
 from common.training.metrics import (
@@ -80,16 +82,16 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
     if args.layers:
         require_layers(args.layers, rules.shape.num_layers)
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
-    trainer = trainer_of(args.benchmark)
+    training = finetuning if rules.lora_rank else pretraining
     processes = start_processes(
-        args.device, config.hang_timeout_s, trainer.high_priority_compute(config)
+        args.device, config.hang_timeout_s, high_priority_compute(config, rules)
     )
     require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         if processes.device.type == "cuda":  # reject engines that compute wrongly, as a run does
             sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
             require_sound(check_engines(sizes, processes.device), processes.device)
-        assembly = trainer.assemble_random(config, rules, processes, args.seed)
+        assembly = training.assemble_random(config, rules, processes, args.seed)
         meter = make_meter(
             config, rules.sequence_length, rules.flops_per_token, processes, Events(None)
         )
@@ -251,7 +253,7 @@ def engines_line(benchmark: str, config: RunConfig, device: torch.device) -> str
     }
     used = []
     reasons = []
-    for operation in engines.operations(config.linear_format.stores_fp8):
+    for operation in engines.operations(config.linear_format.in_fp8):
         choice = choose[operation]()
         used.append(f"{operation} {choice.engine}")
         reasons += [str(engine) for engine in choice.faster]

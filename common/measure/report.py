@@ -1,6 +1,6 @@
 """table.md and page.html of one result, or of several of the same measurement.
 
-Standard library only, except for the page.
+Standard library only, except for the page, which needs jinja2.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from common import text_tables
-from common.errors import write_text
-from common.measure import published
-from common.measure.tables import Column, Drawing, Plot, Section, Table
+from common.errors import PreflightError, write_text
+from common.html import page
+from common.html.page import Block
+from common.measure import charts, published
+from common.measure.tables import Column, Plot, Section, Table
 
-NEEDED_BY_PAGE = ("markupsafe", "matplotlib")  # jinja2 brings markupsafe
 MAX_BARS = 20  # a comparison with more rows has no plot
 
 
@@ -157,11 +158,9 @@ def _measured_section(table: Table, rows: list[dict[str, Any]], data: dict[str, 
             cells.append(error or column.text(row))
         parts.append((column.head, bool(column.format), cells))
         parts += published_columns(column, table, rows, gpu_kind(data))
-    drawings = []
+    drawn: list[Block] = []
     for plot in table.plots:
-        drawing = drawing_of(plot, table, rows, data["notes"])
-        if drawing:
-            drawings.append(drawing)
+        drawn += charts_of(plot, table, rows, data["notes"])
     heads, numbers, columns = zip(*parts, strict=True)
     return Section(
         table.title,
@@ -170,7 +169,7 @@ def _measured_section(table: Table, rows: list[dict[str, Any]], data: dict[str, 
         numbers,
         tuple(zip(*columns, strict=True)),
         table.formulas,
-        tuple(drawings),
+        tuple(drawn),
     )
 
 
@@ -195,10 +194,10 @@ def published_columns(
     return parts
 
 
-def drawing_of(
+def charts_of(
     plot: Plot, table: Table, rows: Iterable[dict[str, Any]], notes: dict[str, Any]
-) -> Drawing | None:
-    """Return the drawing of `plot`, or None if no row has all of its values."""
+) -> list[Block]:
+    """Return the blocks that show `plot`, [] if no row has all of its values."""
     columns = {column.key: column for column in table.columns}
     names = plot.x.split(", ")
     points = []
@@ -210,9 +209,9 @@ def drawing_of(
             x = ", ".join(columns[key].text(row) for key in names)
         points.append((x, row[plot.y], str(row.get(plot.by, ""))))
     if not points:
-        return None
+        return []
     labels = (columns[names[0]].head, columns[plot.y].head)
-    return Drawing(plot, labels, tuple(points), notes.get("roofline", {}))
+    return charts.blocks(plot, labels, points, notes.get("roofline", {}))
 
 
 def _has(row: dict[str, Any], key: str) -> bool:
@@ -296,13 +295,12 @@ def _side_by_side(
             measured_value = rows.get(key, {}).get(table.value)
             if measured_value is not None:
                 points.append((" ".join(map(str, key)), measured_value, label))
-    drawings: tuple[Drawing, ...] = ()
+    drawn: tuple[Block, ...] = ()
     if points and len(keys) <= MAX_BARS:
-        plot = Plot("bars", value.head, "row", table.value, "result")
-        drawings = (Drawing(plot, ("", value.head), tuple(points), {}),)
+        drawn = (page.bars(value.head, points),)
     numbers = tuple(bool(column.format) for column in named) + (True,) * (len(heads) - len(named))
     return Section(
-        table.title, "measured here", tuple(heads), numbers, tuple(cells), table.formulas, drawings
+        table.title, "measured here", tuple(heads), numbers, tuple(cells), table.formulas, drawn
     )
 
 
@@ -312,21 +310,32 @@ def _side_by_side(
 def write(folder: Path, title: str, sections: list[Section]) -> None:
     """Write table.md and page.html into `folder`, and print where they are.
 
-    page.html is written only if jinja2 and matplotlib are installed. Raises StorageError.
+    page.html is written only if jinja2 is installed. Raises StorageError.
     """
     write_text(folder / "table.md", markdown(title, sections))
     try:
-        from common.measure import page  # needs jinja2 and matplotlib, which may be missing
-    except ModuleNotFoundError as error:
-        if error.name not in NEEDED_BY_PAGE:
-            raise
+        html = page.render(title, [(section.title, _blocks(section)) for section in sections])
+    except PreflightError:
         print(
-            f"result: {folder}, table.md. There is no page, because {error.name} is missing: "
+            f"result: {folder}, table.md. There is no page, because jinja2 is missing: "
             f"install it and run throughput compare {folder}"
         )
         return
-    write_text(folder / "page.html", page.html(title, sections))
+    write_text(folder / "page.html", html)
     print(f"result: {folder}, table.md, page.html")
+
+
+def _blocks(section: Section) -> list[Block]:
+    if section.tiles:
+        return [{"tiles": section.rows}, {"notes": section.notes}]
+    text_columns = [column for column, number in enumerate(section.numbers) if not number]
+    heads = section.heads if any(section.heads) else ()
+    return [
+        {"notes": [section.mark] if section.mark else []},
+        page.table(heads, section.rows, text_columns),
+        {"notes": section.notes},
+        *section.charts,
+    ]
 
 
 def markdown(title: str, sections: list[Section]) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from common.html.page import Block
+
 
 @dataclass(frozen=True)
 class Column:
@@ -56,7 +58,7 @@ class Plot:
     - `lines`: y over the number x.
     - `roofline`: TFLOP/s y over arithmetic intensity x, under the roofs of the result's note
       "roofline" (throughput/gemm.py).
-    - `links`: GB/s y of each pair of GPUs x (throughput/links.py).
+    - `links`: a table of the GB/s y between the GPUs of each pair x (throughput/links.py).
     """
 
     kind: str
@@ -124,24 +126,12 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A plot and its points (x, y, value of `by`).
-
-    `roofs`: the note "roofline" of the result, for a plot of that kind.
-    """
-
-    plot: Plot
-    labels: tuple[str, str]
-    points: tuple[tuple[Any, float, str], ...]
-    roofs: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Section:
-    """A table as text, with notes and drawings.
+    """A table as text, with notes and charts.
 
     `mark`: "measured here", or "published" and the source. `numbers`: for each column, whether it
-    contains numbers. `tiles`: whether the page shows each row, a name and a value, as a tile.
+    contains numbers. `charts`: blocks of the page. `tiles`: whether the page shows each row, a name
+    and a value, as a tile.
     """
 
     title: str
@@ -150,5 +140,5 @@ class Section:
     numbers: tuple[bool, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
-    drawings: tuple[Drawing, ...] = ()
+    charts: tuple[Block, ...] = ()
     tiles: bool = False

@@ -19,11 +19,12 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from common.errors import StorageError
+from common.html import page
 from common.measure import report, trace
 from common.measure.files import write_json
 from common.measure.kernel_time import COMMUNICATION, GEMM, IDLE, ProfileRow, breakdown
 from common.measure.profile_comparison import PROFILE
-from common.measure.tables import Drawing, Plot, Section
+from common.measure.tables import Section
 from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.training.metrics import StepClock
@@ -204,8 +205,7 @@ def sections(profile: dict) -> list[Section]:
     for row in profile["classes"]:
         if row["kernel_ms"] or row["ms"]:
             bars += [(row["name"], row[key], kind) for key, kind in kinds.items()]
-    plot = Plot("bars", "Where a step's time went", "name", "ms", "kind")
-    drawing = Drawing(plot, ("", "ms per step"), tuple(bars), {})
+    chart = page.bars("Where a step's time went · ms per step", bars)
     numbers = (False, *(True for _ in COLUMNS))
     made = [_headline(profile), _run_facts(profile)]
     for part, name in PARTS.items():
@@ -214,7 +214,7 @@ def sections(profile: dict) -> list[Section]:
             continue
         section = Section(f"By {name}", "", (name, *HEADS), numbers, rows)
         if part == "classes":
-            section = replace(section, notes=tuple(_heading(profile)[1:]), drawings=(drawing,))
+            section = replace(section, notes=tuple(_heading(profile)[1:]), charts=(chart,))
         made.append(section)
     return made
 

@@ -6,8 +6,8 @@ common/linear_formats.py lists the formats by their names in a config.
 
 In FP8, a block has a quantizer for each operand of its products, and the kernel that computes an
 operand stores it in the quantizer's format. Without quantizers, kernels store operands in the
-precision of the run. The emulated formats, which no kernel can store, have no quantizers and cast
-the operands before each product (emulated_layers.py).
+precision of the run. A format that no kernel can store has no quantizers and casts the operands
+before each product.
 """
 
 from __future__ import annotations

@@ -1,16 +1,24 @@
-"""Command line of `merge`, which the benchmarks with adapters share. Standard library only."""
+"""The command `merge`, which the benchmarks with adapters share. Standard library only."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.command_line import Parser
+from common.model.shapes import ModelShape
+
+ABOUT = """Merge trained adapters into the base weights and write the result as a new checkpoint.
+
+Each weight becomes W + (alpha / rank) * B @ A, rounded once to the dtype of the checkpoint.
+"""
 
 
-def merge_parser(benchmark: str, about: str) -> Parser:
+def merge_parser(benchmark: str) -> Parser:
     """Return the parser. Its arguments are the paths base, adapter and out."""
     example = f"{benchmark} merge --base BASE --adapter RUN/adapter --out merged"
-    parser = Parser(f"{benchmark} merge", about, [example])
+    parser = Parser(f"{benchmark} merge", ABOUT, [example])
     parser.add_argument(
         "--base",
         type=Path,
@@ -25,3 +33,14 @@ def merge_parser(benchmark: str, about: str) -> Parser:
         "--out", type=Path, required=True, metavar="DIR", help="new directory for the checkpoint"
     )
     return parser
+
+
+def merge_adapters(
+    options: argparse.Namespace,
+    models: Mapping[ModelShape, int] | None = None,
+    left_out: tuple[str, ...] = (),
+) -> None:
+    """Merge the adapters that `options` name. `models`, `left_out`: see `merged_adapter.merge`."""
+    from common.model.merged_adapter import merge  # needs torch, which --help must not
+
+    merge(options.base, options.adapter, options.out, models, left_out)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
@@ -84,6 +85,15 @@ class Tail:
             self.offset += len(whole)
             return whole.decode(errors="replace").splitlines()
         return []
+
+    def records(self) -> Iterator[dict]:
+        """Yield the JSON objects in the new lines, and skip other lines."""
+        while lines := self.lines():
+            for line in lines:
+                with contextlib.suppress(ValueError, RecursionError):
+                    record = json.loads(line)
+                    if isinstance(record, dict):
+                        yield record
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -53,11 +53,16 @@ ID = re.compile(r"[\w.-]{1,100}", re.ASCII)  # of a series: it is part of a file
 class SeriesRecord:
     """The lines of one series in the ledger."""
 
-    id: str
-    goal: int  # number of good runs
-    identity: dict  # what must not change within the series: `facts` of its line `series`
+    id: str = ""
+    goal: int = 1  # number of good runs
+    # The facts that must not change within the series, from its line `series`.
+    identity: dict = field(default_factory=dict)
     starts: dict[int, dict] = field(default_factory=dict)  # attempt -> its line `start`
     ends: dict[int, dict] = field(default_factory=dict)  # attempt -> its line `end`
+    # Attempt -> key that sorts attempts by their starts, also across ledgers. Within a ledger the
+    # order of the lines decides, so that it does not matter if the clock is set back: a start
+    # counts as no earlier than the one before it.
+    order: dict[int, tuple[str, int]] = field(default_factory=dict)
     closed: bool = False
 
     def add(self, line: dict) -> None:
@@ -203,32 +208,20 @@ def choose(path: Path, wanted: str) -> SeriesRecord | None:
 def read(path: Path) -> list[SeriesRecord]:
     """Return all series, oldest first. Truncated and invalid lines are skipped."""
     records: dict[str, SeriesRecord] = {}
+    latest = ""
     lines, _ = json_lines.read(path)
-    for line in filter(_is_valid, lines):
+    for number, line in enumerate(filter(_is_valid, lines)):
         name = line["series"]
         if line["event"] == "series":
             records[name] = SeriesRecord(name, line["goal"], line["facts"])
         elif name in records:
             records[name].add(line)
-    return list(records.values())
-
-
-def start_order(path: Path) -> dict[str, tuple[str, int]]:
-    """Return run -> key that sorts runs by their starts, also runs of several ledgers.
-
-    Within a ledger the order of the lines decides, so that it does not matter if the clock is set
-    back: a start counts as no earlier than the one before it.
-    """
-    keys = {}
-    latest = ""
-    lines, _ = json_lines.read(path)
-    for number, line in enumerate(filter(_is_valid, lines)):
-        if line["event"] == "start":
+        if line["event"] == "start" and name in records:
             started = str(line.get("started", ""))
             if STARTED.fullmatch(started):
                 latest = max(latest, started)
-            keys[line["run"]] = (latest, number)
-    return keys
+            records[name].order[line["attempt"]] = (latest, number)
+    return list(records.values())
 
 
 def _is_valid(line: dict) -> bool:

@@ -17,7 +17,7 @@ and the product of the factors is T/T0. No order of the terms is preferred, and 
 series only changes the signs. A score is the minutes times the RCP factor f. The factor contributes
 (f - 1) * T - (f0 - 1) * T0 minutes, and f/f0.
 
-The results are in published.json, which `python -m submission.survey --round R` creates from a
+The results are in published.json, which `python3 -m tests.tools.survey --round R` creates from a
 repository of results. Its "sources" name the source of each round. Standard library only.
 """
 

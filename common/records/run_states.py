@@ -1,7 +1,7 @@
 """The states of a run, and the words for each of them in every command. Standard library only.
 
 A state is the `kind` of an attempt in the ledger (common/records/ledger.py), the `kind` in
-failure.json, RUNNING or NOT_STARTED. `Run.state` in submission/run.py decides it.
+failure.json, RUNNING or NOT_STARTED. `RunRecord.state` in run_record.py decides it.
 """
 
 from __future__ import annotations

@@ -76,23 +76,38 @@ class WeightsAndBiases:
     def __init__(self, run_dir: Path, facts: Mapping[str, str]):
         import wandb
 
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run_dir.name,
-            group=run_dir.parent.name,
-            dir=str(run_dir),
-            config=dict(facts),
-            # The GPU samples of the run are logged instead of wandb's own.
-            settings=wandb.Settings(x_disable_stats=True, console="off"),
-        )
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        # The GPU samples of the run are logged instead of wandb's own.
+        settings = wandb.Settings(x_disable_stats=True, console="off")
+        self._start(wandb, run_dir, facts, project=project, dir=str(run_dir), settings=settings)
         self.run.define_metric("*", step_metric=STEP)
         self.run.define_metric("gpu*", step_metric=SECONDS)
+
+    def _start(self, package: Any, run_dir: Path, facts: Mapping[str, str], **options: Any) -> None:
+        """Start the run. `options`: other arguments of the package's `init`."""
+        group = run_dir.parent.name
+        self.run = package.init(name=run_dir.name, group=group, config=dict(facts), **options)
 
     def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
         self.run.log({axis: position, **values})
 
     def finish(self) -> None:
         self.run.finish()
+
+
+class Trackio(WeightsAndBiases):
+    """A run of Trackio, whose API is that of wandb, in TRACKIO_DIR or Trackio's own directory."""
+
+    def __init__(self, run_dir: Path, facts: Mapping[str, str]):
+        import trackio
+
+        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        # The GPU samples of the run are logged instead of Trackio's own.
+        own_samples = {"auto_log_gpu": False, "auto_log_cpu": False}
+        self._start(trackio, run_dir, facts, project=project, embed=False, **own_samples)
+
+    def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=position)
 
 
 class MLflow:
@@ -121,31 +136,6 @@ class MLflow:
 
     def finish(self) -> None:
         self.client.set_terminated(self.id)
-
-
-class Trackio:
-    """A run of Trackio, in TRACKIO_DIR or in Trackio's default directory."""
-
-    def __init__(self, run_dir: Path, facts: Mapping[str, str]):
-        import trackio
-
-        self.trackio = trackio
-        self.run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=run_dir.name,
-            group=run_dir.parent.name,
-            config=dict(facts),
-            embed=False,
-            # The GPU samples of the run are logged instead of Trackio's own.
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
-        self.trackio.log(dict(values), step=position)
-
-    def finish(self) -> None:
-        self.trackio.finish()
 
 
 TRACKERS: dict[str, type[Any]] = {

@@ -1,23 +1,21 @@
 """Numbers of a run for tracking packages, from its events.jsonl and gpu_samples.jsonl.
 
-A number is named <event>/<key>: step/loss, eval/loss, gpu0/power_w, ... The position of an event is
-its optimizer step, that of a GPU sample its second. Standard library only, except for the packages.
+A number is named <event>/<key>: step/loss, eval/loss, gpu0/power_w, ... An event's position is its
+optimizer step, a GPU sample's is its second. Standard library only, except for the packages.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.records import ledger
 from common.records.json_lines import Tail, is_number
+from common.records.run_record import EVENTS, RunRecord
 from common.records.trackers import SECONDS, STEP, TRACKERS, Tracker, require_installed
 
-EVENTS = "events.jsonl"
 GPU_SAMPLES = "gpu_samples.jsonl"
 POSITIONS = ("step", "time_s")  # keys of events that are positions, not values
 
@@ -76,35 +74,21 @@ class Follower:
 
     def points(self) -> Iterator[MetricPoint]:
         """Yield the points that were written since the last call."""
-        for record in _objects(self.events):
+        for record in self.events.records():
             point = point_of_event(record, self.step)
             self.step = point.position
             if point.values:
                 yield point
-        for record in _objects(self.samples):
+        for record in self.samples.records():
             point = point_of_sample(record)
             if point.values:
                 yield point
 
 
-def _objects(file: Tail) -> Iterator[dict]:
-    """Yield the JSON objects in the new lines of `file`, and skip other lines."""
-    while lines := file.lines():
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
-
-
 def facts(run_dir: Path) -> dict[str, str]:
     """Return dotted name -> value, as a text, of the config and the versions of a run."""
-    tables: dict = {}
-    with contextlib.suppress(OSError, ValueError):
-        tables["config"] = tomllib.loads((run_dir / "config.toml").read_text())
-    with contextlib.suppress(OSError, ValueError):
-        tables["versions"] = json.loads((run_dir / "versions.json").read_text())
-    return dict(_flat("", tables))
+    run = RunRecord.read(run_dir / ledger.LOG)
+    return dict(_flat("", {"config": run.settings, "versions": run.versions}))
 
 
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:

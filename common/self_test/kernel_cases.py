@@ -19,8 +19,8 @@ from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.rope import require_triton_shape, rope_tables
 from common.model.block_ops import KERNEL_ENGINES
 from common.model.linear_layers import DelayedScaling
+from common.model.precision import DTYPES
 from common.model.shapes import ModelShape
-from common.training.build import DTYPES
 
 Output = Tensor | QuantizedTensor | None
 
@@ -46,7 +46,7 @@ class Sizes:
             shape=shape,
             sequence_length=sequence_length,
             micro_batch_size=config.micro_batch_size,
-            fp8=config.linear_format.stores_fp8,
+            fp8=config.linear_format.in_fp8,
             lora_rank=lora_rank,
             kernels=config.kernels,
             dtype=DTYPES[config.precision],

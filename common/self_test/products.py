@@ -127,5 +127,5 @@ def _double(x: QuantizedTensor, rows: Tensor) -> Tensor:
     """Return rows of a quantized tensor in fp64."""
     if x.inverse_scale is None:
         return x.rowwise[rows].double()
-    # As uint8, because torch cannot index FP8 tensors.
+    # Viewed as uint8, because torch cannot index FP8 tensors.
     return x.rowwise.view(torch.uint8)[rows].view(x.rowwise.dtype).double() * x.inverse_scale

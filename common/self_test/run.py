@@ -29,8 +29,6 @@ from functools import partial
 import torch
 
 from common import engines, known_issues
-from common.benchmarks import Rules
-from common.config import RunConfig
 from common.errors import PreflightError, RunError, first_line
 from common.gpu_kinds import KINDS
 from common.kernels.architecture import architecture
@@ -40,11 +38,10 @@ from common.kernels.swiglu import swiglu_engine
 from common.self_test.attention import attention_checks
 from common.self_test.kernel_cases import Draw, Sizes
 from common.self_test.kernels import compile_kernels_in_background, kernel_checks
-from common.self_test.products import cublaslt_choices, product_checks
+from common.self_test.products import product_checks
 from common.self_test.results import Check, OpResult, SelfTestResult
 from common.self_test.swiglu import may_fuse_swiglu, swiglu_checks
 from common.sharding.processes import Processes
-from common.training.reports import Reports
 
 Checks = Callable[[Sizes, Draw], Iterator[Check]]
 
@@ -120,31 +117,6 @@ def run_checks(
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
     return results
-
-
-def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports: Reports) -> None:
-    """Run the self-test of a run, before any weight exists, and write the event `self_test`.
-
-    Raises PreflightError if an op computes wrongly, or if the ranks chose different engines.
-    """
-    sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
-    result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
-    require_sound(result, processes.device)
-    require_equal_engines(result, processes)
-    # The first screen named these engines. It cannot know that they fail here.
-    for rejection in engines.rejections():
-        reports.progress.show(f"NOTE       {rejection}")
-    reports.events.write(
-        "self_test",
-        attention=result.attention,
-        products=result.products,
-        swiglu=result.swiglu,
-        missing=result.missing,
-        choices=cublaslt_choices(result),
-        seconds=result.seconds,
-        ops=len(result.results),
-        worst=str(result.worst),
-    )
 
 
 def require_equal_engines(result: SelfTestResult, processes: Processes) -> None:

@@ -8,8 +8,8 @@ for longer: NCCL_MAX_CTAS=8 took 2,112 ms instead of 2,106.
 Copy engines need no multiprocessor. Each rank copies the gradient rows that belong to a peer into a
 buffer of that peer. A kernel there adds the received rows to the peer's own rows in fp32, while
 NCCL rounds to bf16 at every hop of its ring. Weights are in memory that all ranks of the node can
-read, so each rank copies the rows of the others from there. What remains are these sums: 31 ms of a
-step in which nothing else runs.
+read, so each rank copies the rows of the others from there. Only these sums remain: 31 ms of a step
+in which nothing else runs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class CopyEngineReduceScatter:
     """A `ReduceScatter` that copies gradients into buffers of the node's other ranks.
 
     The gradients received for a module are added when the next module starts, or by `finish`, after
-    a barrier. At the barrier, all ranks have sent the gradients of this module and added those of
-    the module before. So the other of the two buffers is free. Nobody waits at the barrier, because
-    every rank sent its rows a whole module's backward ago.
+    a barrier. At the barrier, all ranks have sent the gradients of this module and added the
+    previous module's. So the other of the two buffers is free. No rank waits at the barrier,
+    because every rank sent its rows a whole module's backward ago.
     """
 
     def __init__(

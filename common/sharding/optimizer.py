@@ -45,7 +45,7 @@ MakeUpdateRule = Callable[[Sequence[Tensor], Sequence[Tensor] | None], UpdateRul
 
 
 def state_tensors(rule: UpdateRule) -> list[Tensor]:
-    """Return all tensors of the rule's state: first the shared ones, then those of each weight."""
+    """Return all tensors of the rule's state: first the shared ones, then each weight's."""
     state = rule.state().values()
     tensors = [value for value in state if isinstance(value, Tensor)]
     per_weight = [value for value in state if not isinstance(value, Tensor)]

@@ -1,7 +1,7 @@
 """GPU memory that all ranks of a node can read and write, for copies by copy engines.
 
-The copies of an NCCL kernel occupy multiprocessors that concurrent matrix products need. Those of a
-copy engine do not.
+An NCCL kernel that copies occupies multiprocessors that concurrent matrix products need. A copy
+engine does not.
 """
 
 from __future__ import annotations

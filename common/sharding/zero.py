@@ -18,7 +18,7 @@ The shards of W are contiguous in W's own memory, in rank order, as collectives 
 reduction reads the gradient where the matrix product wrote it. A gather writes the weight where the
 product reads it. FSDP2, in contrast, copies a module's parameters into one buffer and out again.
 That took 45 ms of a step of 2,177 ms (8B in FP8 on two H200), and its casts and additions slowed
-the kernels beside them: SwiGLU's backward took 600 us instead of 285.
+the kernels beside them: SwiGLU's backward took 600 µs instead of 285.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Assembly:
     def state_tensors(self) -> list[Tensor]:
         """Return all tensors of the training state: fp32 weights, optimizer state, FP8 scales.
 
-        With ZeRO-2 the weights are the masters, of which the model's parameters are rounded copies.
+        With ZeRO-2 the weights are the masters. The model's parameters are rounded copies of them.
         """
         return [
             *self.optimizer.weights,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -12,13 +11,13 @@ from torch import nn
 from common.config import RunConfig
 from common.model.linear_layers import LinearLayers
 from common.model.llama import Head, Llama
+from common.model.precision import DTYPES, default_dtype
 from common.model.shapes import ModelShape
 from common.training.assembly import Assembly
 
 if TYPE_CHECKING:  # a name that exists only for type checkers
     from common.training.assembly import Optimizer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AnyOptimizer = TypeVar("AnyOptimizer", bound="Optimizer")
 
 
@@ -74,14 +73,3 @@ def _embedding_gradient_is_sparse(
     """
     tokens = config.world_size * config.micro_batch_size * sequence_length
     return tokens <= 2 * shape.vocab_size and not shape.tied_embedding
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the default dtype for modules created inside the block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

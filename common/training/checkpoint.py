@@ -378,7 +378,7 @@ class Checkpoints:
         for part in self.parts.values():
             part.live.copy_(part.host)
         if self._digest(state_by_name, facts) != facts["digest"]:
-            raise damaged(folder, f"its values, or those in {FACTS}, are not those that were saved")
+            raise damaged(folder, f"its values, or those in {FACTS}, differ from the saved ones")
         counted = self.assembly.optimizer.rule.state().get("steps")
         if isinstance(counted, Tensor) and int(counted) != step:
             raise damaged(
@@ -543,7 +543,7 @@ def _sync(path: Path) -> None:
 
 
 class DcpReader(dcp.HuggingFaceStorageReader):
-    """A reader whose exceptions, unlike those of safetensors, can be pickled and sent to ranks."""
+    """A reader whose exceptions, unlike safetensors' own, can be pickled and sent to ranks."""
 
     def read_metadata(self) -> Metadata:
         with _sendable():

@@ -33,7 +33,7 @@ FACT_TYPES = {  # the required keys of facts.json
     "digest": str,
 }
 # Keys of the records of data and of frozen weights, which older checkpoints lack. The digests under
-# the older key data_files are those of the first MiB, so they cannot be compared.
+# the older key data_files cover only the first MiB, so they cannot be compared.
 DATA_FILES = "sampled_data_files"
 BASE_FILES = "base_files"
 DEVICE = "device"  # type of the device, "cpu" or "cuda", which older checkpoints lack too
@@ -244,7 +244,7 @@ def require_same_data(folder: Path, facts: dict, data_dir: Path, files: Iterable
 
 
 def require_same_base(folder: Path, facts: dict, base: Path) -> None:
-    """Raise ConfigError if the frozen weights in `base` differ from those of the checkpoint."""
+    """Raise ConfigError if the frozen weights in `base` differ from the checkpoint's."""
     changed = changed_files(facts[BASE_FILES], base_record(base))
     if changed:
         raise ConfigError(

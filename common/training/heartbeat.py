@@ -15,8 +15,8 @@ PHASE_CHARACTERS = 80  # of a longer phase, e.g. an op of the self-test, the res
 class Heartbeat:
     """The file `ranks/rank_<k>.heartbeat`, rewritten at every micro-batch.
 
-    The launcher reads from it which rank hangs, and in which phase. An update is one small write to
-    an open file and takes some 10 us.
+    It shows the launcher which rank hangs, and in which phase. An update is one small write to an
+    open file and takes some 10 µs.
     """
 
     def __init__(self, run_dir: Path, rank: int):

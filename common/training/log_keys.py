@@ -23,7 +23,7 @@ STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants
 def submission_status(environment: Mapping[str, str]) -> str:
     """Return the value of submission_status, by MLPERF_SUBMISSION_STATUS (default: onprem).
 
-    Raises ConfigError for another word than those of STATUS_WORDS.
+    Raises ConfigError for a word that is not in STATUS_WORDS.
     """
     word = environment.get("MLPERF_SUBMISSION_STATUS") or STATUS_WORDS[0]
     if word not in STATUS_WORDS:
@@ -43,7 +43,7 @@ def _communication_precision(config: RunConfig) -> str:
     (common/sharding/frozen_base.py), and everything else in the precision of the run.
     """
     gathers_base = config.frozen_base == "sharded" and config.gpus_per_node > 1
-    if gathers_base and config.linear_format.stores_fp8:
+    if gathers_base and config.linear_format.in_fp8:
         return "fp8"
     return PRECISIONS[config.precision]
 

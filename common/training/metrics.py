@@ -2,9 +2,9 @@
 
     MFU = positions/s per GPU * training FLOPs per token / dense bf16 peak of one GPU
 
-common/model/shapes.py counts the FLOPs per token, without those of recomputation. Positions with
-padding cost as much as text, so TFLOP/s and MFU count them. Tokens/s do not. Losses and norms
-stay on the device until `Meter.flush` writes them. The host waits for the device only then.
+common/model/shapes.py counts the FLOPs per token, without recomputation. Positions with padding
+cost as much as text, so TFLOP/s and MFU count them. Tokens/s do not. Losses and norms stay on the
+device until `Meter.flush` writes them. The host waits for the device only then.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from common.errors import ConfigError, NonFinite, StorageError
@@ -57,13 +57,16 @@ class RunLog:
     value is NaN or infinite, and ConfigError if a text would mislead the official checkers.
     """
 
-    def __init__(self, path: Path | None):
-        """Create `path`, which must not exist. None: this rank does not write."""
-        self._wall_at_anchor_ns = time.time_ns()
-        self._monotonic_at_anchor_ns = time.monotonic_ns()
+    def __init__(self, path: Path | None, clock: Callable[[], int] | None = None):
+        """Create `path`, which must not exist. None: this rank does not write.
+
+        `clock`: returns the milliseconds since the epoch of an invented log, which is not copied to
+        stdout. None: the time of this machine.
+        """
+        self._clock = clock or _steady_clock()
         self._file = None if path is None else LineFile(path)
         # Lines are copied to stdout, unless stdout is closed and the file has got its descriptor.
-        self._copies = self._file is not None and self._file.fd != STDOUT_FD
+        self._copies = clock is None and self._file is not None and self._file.fd != STDOUT_FD
         # The states: created, cache_clear, init, submission, seed, hyperparameters, ready, running;
         # then running -> block -> running, running -> eval -> evaluated -> running, and stopped.
         self._state = "created"
@@ -239,8 +242,7 @@ class RunLog:
         Returns its time in milliseconds since the epoch.
         """
         assert self._state == after, f"the log is in state {self._state}, {key} belongs in {after}"
-        elapsed_ns = time.monotonic_ns() - self._monotonic_at_anchor_ns
-        time_ms = (self._wall_at_anchor_ns + elapsed_ns) // 1_000_000
+        time_ms = self._clock()
         record = {
             "namespace": "",
             "time_ms": time_ms,
@@ -266,6 +268,12 @@ class RunLog:
             note = f"note: cannot write the log to stdout: {error.strerror}; the file is complete"
             with contextlib.suppress(Exception):  # stderr may be closed too
                 print(note, file=sys.stderr, flush=True)
+
+
+def _steady_clock() -> Callable[[], int]:
+    """Return a clock of milliseconds since the epoch that later corrections cannot move."""
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    return lambda: (time.monotonic_ns() + offset_ns) // 1_000_000
 
 
 class LineFile:

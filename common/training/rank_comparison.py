@@ -1,10 +1,9 @@
 """Detect a slow GPU among the ranks by the time that each one needs for its own work.
 
-Training is synchronous: the steps of all ranks take as long as those of the slowest one. The
-forward of a block, however, does not wait for other ranks once its weights have arrived. CUDA
-events time some blocks in the second half of the model, where the reductions of the previous step
-have ended too. The events are read when the host waits for the device anyway, and one number per
-rank is exchanged.
+Training is synchronous: every rank's step takes as long as the slowest rank's. The forward of a
+block, however, does not wait for other ranks once its weights have arrived. CUDA events time some
+blocks in the second half of the model, where the reductions of the previous step have ended too.
+The events are read when the host waits for the device anyway, and one number per rank is exchanged.
 
 The comparison detects a GPU whose clock is lowered by heat, power or a fault, or that another
 program uses. It does not detect a slow link or a slow host.
@@ -121,10 +120,10 @@ def make_rank_comparison(
 
 
 def over_median(times_ms: list[float]) -> list[float]:
-    """Return the ratio of each rank's time to that of the median rank.
+    """Return the ratio of each rank's time to the median rank's time.
 
-    For an even number of ranks, it is the lower of the two middle times. With the mean of two
-    ranks, the slow one would raise the time that it is compared with.
+    For an even number of ranks, the median is the lower of the two middle times. With the mean of
+    two ranks, the slow one would raise the time that it is compared with.
     """
     median = statistics.median_low(times_ms)
     return [ms / median for ms in times_ms]

@@ -55,6 +55,10 @@ class Reports:
         self.events.write("phase", name=name, seconds=now - self.phase_began, time_s=0.0, **facts)
         self.phase_began = now
 
+    def saving(self) -> None:
+        """Write a heartbeat while the trained weights are saved, after the last step."""
+        self.heartbeat.write(self.step, "save")
+
     def succeed(self, samples: int, loss: float) -> None:
         """Stop the clock of a run that reached its goal, and close its log.
 

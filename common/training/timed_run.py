@@ -1,7 +1,14 @@
-"""Stages of a timed run on one rank: start, log, warm-up, clock, training and end.
+"""Stages of a timed run on one rank: start, log, self-test, warm-up, clock, training and end.
 
-A benchmark's train.py defines `run_rank(run, reports)`, which builds its objects and calls `start`,
-`log_submission` and `train` in this order. As a program, train.py calls `main` with `run_rank`.
+A benchmark's train.py defines `run_rank(run, reports)`. It calls `start`, `log_submission`, and
+then `pretrain` of pretraining.py or `finetune` of finetuning.py. These call `self_tested`, build
+the objects, and call `train`. As a program, train.py calls `main`, and torchrun starts one for
+each GPU:
+
+    python -m BENCHMARK.train --run-dir RUN_DIR --data-dir DATADIR --config-name NAME --seed N
+        --device cuda|cpu [--checkpoint WHEN] [--continue RUN] [--save]
+
+RUN_DIR/config.toml was written by the launcher.
 """
 
 from __future__ import annotations
@@ -14,11 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+import numpy as np
+import torch
 
 from common import config as configs
-from common.benchmarks import Rules
+from common import engines
+from common.benchmarks import Rules, config_class, divisions
 from common.config import RunConfig
+from common.data.prefetch import Prefetcher
 from common.errors import (
     CheckFailed,
     Interrupted,
@@ -26,13 +36,23 @@ from common.errors import (
     TargetMissed,
     first_line,
 )
-from common.sharding.processes import Processes, require_world_size, start_processes
+from common.kernels.attention import attention_backends
+from common.model.precision import DTYPES
+from common.self_test.kernel_cases import Sizes
+from common.self_test.products import cublaslt_choices
+from common.self_test.run import require_equal_engines, require_sound, self_test
+from common.sharding.processes import (
+    Processes,
+    high_priority_compute,
+    require_world_size,
+    start_processes,
+)
 from common.training import loop
 from common.training.assembly import Assembly, Batching
 from common.training.continuation import base_record
 from common.training.guard import run_guarded
 from common.training.log_keys import hyperparameters, submission_status
-from common.training.loop import Goal, TrainingOutcome
+from common.training.loop import Goal, TrainingOutcome, rank_micro_batches
 from common.training.metrics import make_meter
 from common.training.mllog import RunLog
 from common.training.rank_comparison import make_rank_comparison
@@ -43,22 +63,26 @@ from common.training.warmup import warm_up
 if TYPE_CHECKING:  # not imported at run time, because most runs have no checkpoints
     from common.training.checkpoint import Checkpoints
 
+# Opens the data files. Its argument is the number of steps already done. Returns the remaining
+# training micro-batches of this rank, each int32 [micro_batch_size, 2, sequence_length] (tokens,
+# labels), and the sequences of an evaluation, int32 [eval_samples, 2, sequence_length].
+OpenData = Callable[[int], tuple[Iterator[np.ndarray], np.ndarray]]
 
-def start(run: Run, reports: Reports, high_priority_compute: bool = False) -> Processes:
+
+def start(run: Run, reports: Reports, rules: Rules) -> Processes:
     """Log cache_clear and init_start before any model exists, and join the process group.
 
     If the run saves checkpoints, record the files of its frozen base before they are loaded.
 
-    `high_priority_compute`: see `start_processes`.
-
-    Raises ConfigError if the number of processes is not that of the config.
+    Raises ConfigError if the number of processes differs from the config's.
     """
     reports.heartbeat.write(0, "init")
     if run.checkpoint:
         run.base_files.update(base_record(frozen_weights_folder(run)))
     reports.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
     reports.log.init_start()
-    processes = start_processes(run.device, run.config.hang_timeout_s, high_priority_compute)
+    high_priority = high_priority_compute(run.config, rules)
+    processes = start_processes(run.device, run.config.hang_timeout_s, high_priority)
     require_world_size(processes, run.config.world_size)
     return processes
 
@@ -81,6 +105,41 @@ def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> N
     log.hyperparameters(hyperparameters(config, rules, train_samples, run.config_name))
 
 
+@contextlib.contextmanager
+def self_tested(run: Run, reports: Reports, rules: Rules, processes: Processes) -> Iterator[None]:
+    """Run the self-test, then the block, both with this rank's seed and attention backends."""
+    # For dropout and stochastic rounding, which must differ between the ranks.
+    torch.manual_seed(run.seed + processes.rank)
+    with attention_backends(processes.device.type, DTYPES[run.config.precision]):
+        run_self_test(run.config, rules, processes, reports)
+        yield
+
+
+def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports: Reports) -> None:
+    """Run the self-test of a run, before any weight exists, and write the event `self_test`.
+
+    Raises PreflightError if an op computes wrongly, or if the ranks chose different engines.
+    """
+    sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
+    result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
+    require_sound(result, processes.device)
+    require_equal_engines(result, processes)
+    # The first screen named these engines. It cannot know that they fail here.
+    for rejection in engines.rejections():
+        reports.progress.show(f"NOTE       {rejection}")
+    reports.events.write(
+        "self_test",
+        attention=result.attention,
+        products=result.products,
+        swiglu=result.swiglu,
+        missing=result.missing,
+        choices=cublaslt_choices(result),
+        seconds=result.seconds,
+        ops=len(result.results),
+        worst=str(result.worst),
+    )
+
+
 def train(
     run: Run,
     reports: Reports,
@@ -88,15 +147,14 @@ def train(
     rules: Rules,
     lr_at: Callable[[int], float],
     processes: Processes,
-    open_data: Callable[[int], tuple[Iterator[Tensor], list[Tensor]]],
+    open_data: OpenData,
     save: Callable[[], None],
     padding: float = 0.0,
 ) -> None:
     """Warm up, load a checkpoint if the run continues one, start the clock, train, stop and save.
 
     `lr_at`: returns the learning rate of a step. Steps count from 0.
-    `open_data`: called after run_start with the number of steps already done. Opens the token files
-        and returns this rank's remaining training micro-batches, and those of one evaluation.
+    `open_data`: called after run_start.
     `save`: writes the model if the run asks for it. Called after run_stop, also if the run missed
         its target.
     `padding`: share of padding in the training sequences.
@@ -110,7 +168,9 @@ def train(
     reports.heartbeat.write(step, "open data")
     if checkpoints:
         checkpoints.record_data()
-    batches, eval_batches = open_data(step)
+    micro_batches, validation = open_data(step)
+    batches = Prefetcher(micro_batches, processes.device)
+    eval_batches = rank_micro_batches(validation, processes, config.eval_micro_batch_size)
     if checkpoints:
         checkpoints.require_recorded_data()
     goal = Goal(
@@ -155,7 +215,7 @@ def _end(
     if checkpoints:
         with _collecting(of_all_ranks):
             checkpoints.finish()
-    reports.heartbeat.write(reports.step, "save")
+    reports.saving()
     with _collecting(of_this_rank):
         save()
     if of_all_ranks:
@@ -224,25 +284,15 @@ def _prepare(
     return checkpoints, step
 
 
-def main(
-    argv: list[str],
-    benchmark: str,
-    config_class: type[RunConfig],
-    run_rank: Callable[[Run, Reports], None],
-    saves: bool = False,
-) -> None:
-    """Parse `argv`, call `run_rank`, record failures and end the process.
-
-    `config_class`: class Config of the benchmark's rules.py.
-    `saves`: accept --save.
-    """
-    args = _parser(benchmark, saves).parse_args(argv)
+def main(argv: list[str], benchmark: str, run_rank: Callable[[Run, Reports], None]) -> None:
+    """Parse `argv`, call `run_rank`, record failures and end the process."""
+    args = _parser(benchmark).parse_args(argv)
     rank = int(os.environ.get("RANK", "0"))
     reports: Reports | None = None  # None until the config is read
 
     def work() -> None:
         nonlocal reports
-        config = configs.load(args.run_dir / "config.toml", config_class)
+        config = configs.load(args.run_dir / "config.toml", config_class(benchmark))
         reports = Reports.open(args.run_dir, rank)
         run_rank(Run(benchmark=benchmark, config=config, rank=rank, **vars(args)), reports)
 
@@ -253,7 +303,7 @@ def main(
     run_guarded(args.run_dir, rank, work, abort, lambda: reports.step if reports else 0)
 
 
-def _parser(benchmark: str, saves: bool) -> argparse.ArgumentParser:
+def _parser(benchmark: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {benchmark}.train",
         description="One rank of a timed run; ./run_and_time.sh starts it.",
@@ -284,7 +334,7 @@ def _parser(benchmark: str, saves: bool) -> argparse.ArgumentParser:
         metavar="RUN",
         help="continue from the checkpoint in this run directory",
     )
-    if saves:
+    if any(rules.saves_model for rules in divisions(benchmark).values()):
         parser.add_argument(
             "--save", action="store_true", help="write the trained model after run_stop"
         )

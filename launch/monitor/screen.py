@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from common.atomic_write import write_whole
 from common.benchmarks import Rules
 from common.config import RunConfig
-from common.records import rcp
+from common.records import rcp, run_states
 from common.records.json_lines import Tail
+from common.records.run_record import EVENTS
 from common.records.tracking import GPU_SAMPLES
 from common.terminal import (
     Rate,
@@ -98,7 +99,7 @@ class Screen:
         self.redraws = redraws and not is_quiet() and leads
         self.live: Live | None = None
         self.messages = Tail(self.stderr.fileno())
-        self.events = Tail(run_dir / "events.jsonl")
+        self.events = Tail(run_dir / EVENTS)
         self.samples = Tail(run_dir / GPU_SAMPLES)
         self.step: dict = {}
         self.gpus: list[dict] = []
@@ -174,8 +175,7 @@ class Screen:
     def _read_events(self) -> list[str]:
         """Read new events and samples, and return a line for each evaluation."""
         news = []
-        for line in self.events.lines():
-            event = json.loads(line)
+        for event in self.events.records():
             if event["event"] == "step":
                 self.losses.append(event["loss"] if event["loss"] is not None else math.nan)
                 if "tokens_per_s_per_gpu" in event:
@@ -191,8 +191,8 @@ class Screen:
                 news.append(f"evaluation at {event['samples']:,} sequences: {text}")
             elif event["event"] == "verdict":
                 self.verdict = self.verdict_of(event["status"])
-        for line in self.samples.lines():
-            self.gpus = json.loads(line).get("gpus") or self.gpus
+        for sample in self.samples.records():
+            self.gpus = sample.get("gpus") or self.gpus
         return news
 
     def verdict_of(self, status: str) -> str:
@@ -201,7 +201,7 @@ class Screen:
             return STOPPED
         if status != "success":
             return status
-        return "target reached" if self.rules.target_loss else "finished"
+        return run_states.words(run_states.GOOD, bool(self.rules.target_loss))
 
     def content(self, width: int) -> RenderableType:
         """Return the lines to draw: a title, rows that wrap between words, and a loading bar."""

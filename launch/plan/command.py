@@ -1,145 +1,271 @@
-"""Check whether a config fits into the GPU's memory, and estimate how long the run takes.
+"""Calculate memory and time of a config, or of any model on any GPUs, without a GPU and torch.
 
-`./run_and_time.sh <benchmark> plan` needs no GPU and no torch.
+    <benchmark> plan                      the config for this machine; without a GPU, all configs
+    DGXSYSTEM=B200_1x4 <benchmark> plan   the config for these GPUs, derived if there is no file
+    <benchmark> plan --config FILE        one config; if it has gpu = "any", on this machine
+    <benchmark> plan --all                a table of all configs of the benchmark
+    <benchmark> plan --scaling GPU        minutes to the target on 1 to 512 of these GPUs
+    <benchmark> plan ... --set K=V        with one value changed
 
-    plan                      the config that fits this machine; without a GPU, all configs
-    DGXSYSTEM=B200_1x4 plan   the config for these GPUs, derived if configs/ has no file
-    plan --config FILE        one config; if it has gpu = "any", on this machine
-    plan --all                a table of all configs of the benchmark
-    plan --scaling GPU        minutes to the target on 1 to 512 of these GPUs
-    plan ... --set K=V        with one value changed
+    plan --model NAME|FILE [--gpu GPU] [--gpus N] [--lora] ...
+                                          all layouts of a model, and the first that fits
+    plan --model NAME|FILE --scaling GPU  days for the training tokens on 1 to 512 of these GPUs
+    plan --mfu --model NAME|FILE --seconds S ...
+                                          MFU of a measured step
 
-Exit code 0 if everything fits, 12 if something does not, 2 for a wrong command line or config. The
-formulas are in memory.py and step_time.py of launch/plan/. `./run_and_time.sh plan` without a
-benchmark plans any model (launch/plan/any_model.py).
+The batch of a model is that of one GPU. Exit code 0 if everything fits, 12 if something does not as
+this package trains it, 2 for a wrong command line or config. The formulas are in common/estimate/.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from common.benchmarks import closed, config_keys, example_config, load_all, rules_of
+from common.benchmarks import closed, config_keys, divisions, example_config
 from common.command_line import (
     Parser,
     add_set_option,
+    complete,
+    count,
     exit_code_of,
+    float_or_nan,
+    overrides_of,
     refuse_without,
     split_benchmark,
 )
-from common.config import ANY_GPU, RunConfig
-from common.errors import OutOfMemory
-from common.estimate.memory import (
-    fits,
-    gib,
-    host_bytes,
-    largest_micro_batch,
-    memory_peak,
-    offloaded_layers,
-    usable_bytes,
-)
-from common.estimate.step_time import Estimate, estimate
-from common.estimate.verdict import verdict
-from common.estimate.workload import Workload, benchmark_workload
+from common.config import ANY_GPU
+from common.errors import ConfigError, OutOfMemory, write_text
+from common.estimate.mfu import remark, utilization, with_attention
+from common.estimate.verdict import saving_keys
+from common.estimate.workload import model_workload
 from common.gpu_kinds import KINDS, GpuKind
-from common.machine.hardware import config_names
+from common.machine.hardware import MAX_GPUS, config_names
+from common.model.families import FAMILIES, shape_of
 from common.paths import ROOT
-from common.records import published, rcp
-from launch.plan import any_model, scaling_table
-from launch.plan.tables import memory_table, table
+from common.terminal import plural
+from launch.plan import scaling
+from launch.plan.model import LORA_RANK, chosen, fitting_options, layouts, model_plan
+from launch.plan.plans import (
+    ALL,
+    SOURCES,
+    Plan,
+    all_plans,
+    as_dict,
+    config_plan,
+    describe,
+    plans_table,
+    table,
+)
+from launch.plan.scaling_table import HEAD, MODEL_HEAD, ScalingTable
 from launch.selection.check import FITTED, Choice
 from launch.selection.choose import choose, require_config
 from launch.selection.machine import NO_GPUS, Machine
 from launch.selection.request import Request
 
-SOURCES = """\
-Calculated, not measured. Memory is counted tensor by tensor. Speed on H100 and H200 follows from
-our own runs on H200s. Speed on AMD GPUs follows from AMD's published MLPerf results and thus
-describes AMD's software. For the MI300X and MI325X these are results of LoRA alone; the one 8B
-result on an MI325X (v6.0, MiTAC) is a fifth slower than planned here. Nothing of this package was
-run on an AMD GPU, and no whole model on an H100."""
+# Training tokens per weight that make the best use of compute (arXiv:2203.15556).
+TOKENS_PER_WEIGHT = 20
+FITTED_NOTE = f"""
+The config has gpu = "{ANY_GPU}" and was fitted to this machine.
+For another machine, name its GPUs: --set gpu=H200 --set gpus_per_node=8"""
 
 
-def main(root: Path, benchmark: str, arguments: list[str]) -> int:
-    """Print the plan of one config or of all. Return 0, or 12 if a config does not fit."""
+def main(benchmark: str, arguments: list[str]) -> int:
+    """Print what the options ask for. Return 0, or 12 if a config or model does not fit.
+
+    `benchmark`: "" for any model.
+    """
     options = parser(benchmark).parse_args(arguments)
+    if options.scaling is None:
+        refuse_without("--scaling", {"--network": options.network, "--page": options.page})
+    if not benchmark:
+        _require_consistent(options)
+        if options.mfu:
+            return _show_mfu(options)
     if options.scaling is not None:
-        return scaling_table.main(root, benchmark, options)
-    refuse_without("--scaling", {"--network": options.network, "--page": options.page})
+        return _show_scaling(benchmark, options)
+    plans, lines = _of_configs(benchmark, options) if benchmark else _of_model(options)
+    if options.json:
+        lines = [json.dumps({name: as_dict(plan) for name, plan in plans.items()}, indent=1)]
+    print("\n".join(lines))
+    fit = [plan.fits for plan in plans.values() if plan.is_trained]
+    return 0 if (all(fit) if benchmark else any(fit)) else OutOfMemory.exit_code
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def parser(benchmark: str = "") -> Parser:
+    """Return the parser of a benchmark's configs, or of any model without a benchmark."""
+    parser = Parser(f"{benchmark} plan".strip(), __doc__, _examples(benchmark))
+    what = parser.add_mutually_exclusive_group()
+    if benchmark:
+        shipped = config_names(ROOT, benchmark)
+        default = "default: selected for the GPUs found" if shipped else "required"
+        what.add_argument("--config", metavar="FILE", help=f"config file ({default})")
+        what.add_argument("--all", action="store_true", help="plan every config of the benchmark")
+        add_set_option(parser, config_keys(benchmark))
+    else:
+        _add_model_options(parser)
+        _add_mfu_options(parser, what)
+    has_reference = not benchmark or benchmark in closed()
+    (what if has_reference else parser).add_argument(
+        "--scaling",
+        nargs="?",
+        const=False,
+        choices=KINDS,
+        metavar="GPU",
+        help="time on 1 to 512 GPUs of this kind (default: this machine's): minutes to the target, "
+        "each at its best global batch, or of the run that --config describes, or a model's days",
+    )
+    parser.add_argument(
+        "--network",
+        type=amount,
+        metavar="GB/S",
+        help="with --scaling: network bandwidth of one GPU between nodes "
+        f"(default: {scaling.NETWORK_GB_S})",
+    )
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="with --scaling: also write an HTML page of it"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _examples(benchmark: str) -> list[str]:
+    if not benchmark:
+        return [
+            "plan --model llama3.1-70b --gpu MI300X --gpus 8 --lora",
+            "plan --mfu --params 405e9 --tokens 1024 --seconds 30 --peak 1.3e15 --gpus 8",
+        ]
+    example = example_config(benchmark, "H200_1x8", "pretrain_1b")
+    if not config_names(ROOT, benchmark):
+        return [f"{benchmark} plan --config {example} --set gpu=H200"]
+    examples = [f"{benchmark} plan --all", f"{benchmark} plan --config {example}"]
+    if benchmark in closed():
+        examples.append(f"{benchmark} plan --scaling MI355X --network 50")
+    return examples
+
+
+def _add_model_options(parser: Parser) -> None:
+    model = parser.add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        help=f"{', '.join(FAMILIES)}, or a Hugging Face config.json",
+    )
+    complete(model, FAMILIES)
+    parser.add_argument(
+        "--gpu",
+        choices=KINDS,
+        metavar="GPU",
+        help=f"{', '.join(KINDS)} (default: this machine's)",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=count,
+        metavar="N",
+        help="number of GPUs (default: those of this machine; 1 with --gpu)",
+    )
+    parser.add_argument(
+        "--lora",
+        nargs="?",
+        type=count,
+        const=LORA_RANK,
+        default=0,
+        metavar="RANK",
+        help=f"train adapters of this rank on a frozen base (default rank: {LORA_RANK})",
+    )
+    numbers = {
+        "batch": (1, "sequences per GPU and step (default: 1)"),
+        "seq": (8192, "tokens per sequence (default: 8192)"),
+    }
+    for name, (default, text) in numbers.items():
+        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="precision of the blocks' matrix products (default: bf16)",
+    )
+    parser.add_argument(
+        "--train-tokens",
+        type=amount,
+        metavar="X",
+        help=f"training tokens, to calculate the days (default: {TOKENS_PER_WEIGHT} per weight; "
+        "none with --lora)",
+    )
+
+
+def _add_mfu_options(parser: Parser, what: argparse._MutuallyExclusiveGroup) -> None:
+    what.add_argument("--mfu", action="store_true", help="calculate the MFU of a measured step")
+    group = parser.add_argument_group("with --mfu")
+    for name, text in {
+        "params": "number of weights, if --model is not given",
+        "tokens": "tokens per step on all GPUs (default: gpus x batch x seq)",
+        "seconds": "seconds per step",
+        "peak": "dense FLOP/s of one GPU (default: of --gpu at --precision)",
+    }.items():
+        group.add_argument(f"--{name}", type=amount, metavar="X", help=text)
+
+
+def amount(text: str) -> float:
+    """Parse an argument that is a positive, finite number, such as 405e9."""
+    number = float_or_nan(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return number
+
+
+def _require_consistent(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not apply to a model or to a measured step."""
+    if options.mfu and options.train_tokens:
+        raise ConfigError(
+            "--mfu with --train-tokens",
+            "--train-tokens does not apply to a measured step",
+            "leave out --train-tokens; --tokens gives the tokens of the step",
+        )
+    if options.mfu:
+        return
+    names = ("params", "tokens", "seconds", "peak")
+    refuse_without("--mfu", {f"--{name}": getattr(options, name) for name in names})
+    if not options.model:
+        raise ConfigError(
+            "--model is required",
+            "plan without a benchmark needs the shape of a model",
+            f"use --model with {', '.join(FAMILIES)}, or a config.json",
+        )
+    if options.scaling and options.gpu not in (None, options.scaling):
+        raise ConfigError(
+            f"--gpu {options.gpu} with --scaling {options.scaling}",
+            "both name the GPU kind",
+            "leave out one of them",
+        )
+
+
+# --- configs of a benchmark -----------------------------------------------------------------------
+
+
+def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, Plan], list[str]]:
+    """Return name -> plan of the configs that the options name, and the lines about them."""
     # `plan` describes configs of any machine: no variable of a real run requires a GPU here.
     request = replace(Request.of(benchmark, options, os.environ), environment={})
     choice, machine = (None, NO_GPUS) if options.all else _choice(request)
     if choice is None:
         require_config(request)
-        loaded = load_all(root, benchmark, {**request.overrides})
-        lines = [all_table(benchmark, loaded), "", SOURCES]
-    else:
-        loaded = {choice.path.stem: choice.config}
-        source = choice.derived or str(choice.path)
-        title, *details = describe(benchmark, source, choice.config, machine.kind_of(choice.config))
-        note = _fitted_note(choice.config) if choice.source == FITTED else []
-        lines = [title, *note, *details]
-    if options.json:
-        plans = {
-            name: as_dict(benchmark, config, machine.kind_of(config))
-            for name, config in loaded.items()
-        }
-        lines = [json.dumps(plans, indent=1)]
-    print("\n".join(lines))
-    if all(_fits(benchmark, config, machine) for config in loaded.values()):
-        return 0
-    return OutOfMemory.exit_code
-
-
-def parser(benchmark: str = "") -> Parser:
-    """Return the parser of a benchmark's configs, or of any model without a benchmark."""
-    if not benchmark:
-        return any_model.parser()
-    example = example_config(benchmark, "H200_1x8", "pretrain_1b")
-    examples = [f"{benchmark} plan --all", f"{benchmark} plan --config {example}"]
-    if benchmark in closed():
-        examples.append(f"{benchmark} plan --scaling MI355X --network 50")
-    default = "default: selected for the GPUs found"
-    if not config_names(ROOT, benchmark):
-        examples = [f"{benchmark} plan --config {example} --set gpu=H200"]
-        default = "required"
-    parser = Parser(f"{benchmark} plan", __doc__, examples)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--config", metavar="FILE", help=f"config file ({default})")
-    which.add_argument("--all", action="store_true", help="plan every config of the benchmark")
-    parser.add_argument(
-        "--scaling",
-        choices=KINDS,
-        metavar="GPU",
-        help="minutes to the target on 1 to 512 GPUs of this kind, each at its best global batch; "
-        "for a benchmark without reference runs: minutes of the run that --config describes",
-    )
-    scaling_table.add_options(parser)
-    add_set_option(parser, config_keys(benchmark))
-    parser.add_argument(
-        "--json", action="store_true", help="print a JSON object with the numbers by config name"
-    )
-    return parser
-
-
-def as_dict(benchmark: str, config: RunConfig, kind: GpuKind | None) -> dict:
-    """Return the config, its memory in bytes and the estimate, or only the config for a CPU."""
-    report = {"benchmark": benchmark, "config": asdict(config)}
-    if kind is None:
-        return report
-    memory = memory_peak(config, benchmark_workload(benchmark, config))
-    sizes = {
-        "allocated": memory.allocated,
-        "needed": memory.needed,
-        "usable": usable_bytes(kind),
-        "fits": fits(memory, kind),
-    }
-    speed = asdict(benchmark_estimate(benchmark, config, kind)) if kind.efficiency else None
-    return report | {"memory": sizes, "estimate": speed}
+        plans = all_plans(benchmark, {**request.overrides})
+        return {plan.source: plan for plan in plans}, [plans_table(ALL, plans), "", SOURCES]
+    config = choice.config
+    kind = machine.kind_of(config)
+    plan = config_plan(benchmark, choice.derived or str(choice.path), config, kind)
+    lines = describe(plan, saving_keys(config, plan.work, kind) if kind else ())
+    if choice.source == FITTED:
+        lines.insert(1, FITTED_NOTE)
+    return {choice.path.stem: plan}, lines
 
 
 def _choice(request: Request) -> tuple[Choice | None, Machine]:
@@ -158,184 +284,177 @@ def _choice(request: Request) -> tuple[Choice | None, Machine]:
     return None, machine
 
 
-def _fitted_note(config: RunConfig) -> list[str]:
-    """Say which machine a config of gpu = "any" was fitted to, and how to plan another one."""
-    name = f"{config.gpus_per_node} x {config.gpu}"
-    if config.gpu == "CPU":
-        name = "a CPU, since no GPU is visible"
-    return [
+# --- any model ------------------------------------------------------------------------------------
+
+
+def _of_model(options: argparse.Namespace) -> tuple[dict[str, Plan], list[str]]:
+    """Return layout -> plan of a model, and the lines about it."""
+    plan = _model(options)
+    plans = layouts(plan)
+    lines = describe(chosen(plan), fitting_options(plan), plans)
+    return {each.source: each for each in plans}, lines
+
+
+def _model(options: argparse.Namespace) -> Plan:
+    """Return the plan of a model in no layout. Raise ConfigError if the options describe none."""
+    gpus = options.gpus or 1
+    if gpus > MAX_GPUS and gpus % MAX_GPUS:
+        raise ConfigError(
+            f"--gpus {gpus} is not supported",
+            f"more than {MAX_GPUS} GPUs are planned as nodes of {MAX_GPUS}",
+            f"use a multiple of {MAX_GPUS}",
+        )
+    shape = shape_of(options.model)
+    tokens = options.train_tokens
+    if tokens is None and not options.lora:
+        tokens = TOKENS_PER_WEIGHT * shape.num_parameters
+    named = options.scaling or options.gpu or ""
+    kind = _kind(named, "--gpu", has_links=options.scaling is not None)
+    gpus = options.gpus or (1 if named else Machine.of(os.environ).gpus)
+    work = model_workload(shape, options.seq, options.lora)
+    return model_plan(options.model, work, kind, gpus, options.batch, options.precision, tokens)
+
+
+def _kind(named: str, option: str, has_links: bool) -> GpuKind:
+    """Return the GPU kind `named` by `option`, or this machine's if it is "".
+
+    Raises ConfigError on a machine without a GPU. If `has_links`, raise it also for a kind whose
+    speed or links are unknown.
+    """
+    kind = KINDS[named] if named else Machine.of(os.environ).kind
+    do = f"use {option} with {', '.join(KINDS)}"
+    if kind is None:
+        raise ConfigError(f"{option} GPU is required", "this machine has no GPU", do)
+    if has_links and not (kind.efficiency and kind.description):
+        raise ConfigError(
+            f"--scaling: the speed of {kind.name} or of its links is unknown",
+            "common/gpu_kinds.py has no entry for it",
+            do,
+        )
+    return kind
+
+
+# --- scaling --------------------------------------------------------------------------------------
+
+
+def _show_scaling(benchmark: str, options: argparse.Namespace) -> int:
+    """Print the table of `plan --scaling`, and write its page.
+
+    Return 0, or 12 if no number of GPUs fits.
+    """
+    network = options.network or scaling.NETWORK_GB_S
+    result = (
+        _benchmark_scaling(benchmark, options, network)
+        if benchmark
+        else _model_scaling(_model(options), network)
+    )
+    print(result.json() if options.json else result.text())
+    if options.page:
+        write_text(options.page, result.page())
+    return 0 if any(result.points.values()) else OutOfMemory.exit_code
+
+
+def _benchmark_scaling(benchmark: str, options: argparse.Namespace, network: float) -> ScalingTable:
+    """Return the minutes to the target, or those of the run that --config describes.
+
+    Raises ConfigError for a config that is not needed, and for one that is missing.
+    """
+    kind = _kind(options.scaling, "--scaling", has_links=True)
+    name = benchmark
+    if benchmark in closed():
+        if options.set:
+            raise ConfigError(
+                "--scaling with --set",
+                f"each number of GPUs gets its own config of {benchmark}",
+                "leave out --set",
+            )
+        rules = divisions(benchmark)["closed"]
+        points = scaling.best_points(benchmark, kind, rules, network)
+    elif options.config is None:
+        raise ConfigError(
+            f"{benchmark} plan --scaling needs a config",
+            f"{benchmark} has no reference runs; a config says how many sequences are trained",
+            "add --config FILE",
+        )
+    else:
+        path = Path(options.config)
+        points = scaling.config_points(benchmark, path, kind, overrides_of(options.set), network)
+        name = f"{benchmark}, {path.name},"
+    notes = []
+    last = scaling.last_paying(points)
+    if last is not None:
+        saving = f"{scaling.PAYING_SAVING:.0%}"
+        notes = [f"Up to {last} GPUs, twice the GPUs save at least {saving} of the time."]
+    return ScalingTable(name, kind, network, HEAD, points, notes)
+
+
+def _model_scaling(plan: Plan, network: float) -> ScalingTable:
+    """Return the days for the tokens of a model. Raises ConfigError without a number of tokens."""
+    if plan.samples is None:
+        raise ConfigError(
+            "--scaling needs --train-tokens",
+            "the tokens of a LoRA training have no default",
+            "for example --train-tokens 1e9",
+        )
+    assert plan.kind, "a model is planned on GPUs"
+    length = plan.work.sequence_length
+    notes = [
+        f"{plan.samples * length / 1e9:,.1f}e9 tokens are trained. Each GPU has "
+        f"{plan.config.micro_batch_size} x {length} tokens a step, so the global batch grows with "
+        "the GPUs.",
+        "Whether a batch of that size needs more tokens is not calculated.",
+    ]
+    points = scaling.model_points(plan, network)
+    return ScalingTable(plan.name, plan.kind, network, MODEL_HEAD, points, notes)
+
+
+# --- MFU ------------------------------------------------------------------------------------------
+
+
+def _show_mfu(options: argparse.Namespace) -> int:
+    """Print the MFU of a measured step. Return 0.
+
+    Raises ConfigError for options that are missing.
+    """
+    gpus = options.gpus or 1
+    shape = shape_of(options.model) if options.model else None
+    if bool(shape) == bool(options.params):
+        raise ConfigError(
+            "--mfu needs the number of weights",
+            "give --params or --model, and not both",
+            "for example --params 405e9",
+        )
+    if not options.seconds or not (options.peak or options.gpu):
+        raise ConfigError(
+            "--mfu needs --seconds, and --peak or --gpu",
+            "MFU is FLOP/s over a peak",
+            "see plan --help",
+        )
+    peak = options.peak
+    if not peak:
+        kind = KINDS[options.gpu]
+        fp8 = options.precision == "fp8"
+        peak = (kind.peak_fp8_tflops if fp8 else kind.peak_bf16_tflops) * 1e12
+    tokens = options.tokens or gpus * options.batch * options.seq
+    parameters = shape.num_parameters if shape else options.params
+    more = with_attention(shape, options.seq, options.lora or LORA_RANK) if shape else {}
+    results = utilization(parameters, tokens, options.seconds, gpus, peak, more)
+    if options.json:
+        print(json.dumps([asdict(each) for each in results], indent=1))
+        return 0
+    rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in results]
+    print(
+        f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: "
+        f"{tokens / options.seconds:,.1f} tokens/s on {plural(gpus, 'GPU')}"
+        f" of {peak / 1e12:,.1f} TFLOP/s each",
         "",
-        f'The config has gpu = "{ANY_GPU}" and was fitted to this machine: {name}.',
-        "For another machine, name its GPUs: --set gpu=H200 --set gpus_per_node=8",
-    ]
-
-
-def _fits(benchmark: str, config: RunConfig, machine: Machine) -> bool:
-    kind = machine.kind_of(config)
-    if kind is None:
-        return True
-    memory = memory_peak(config, benchmark_workload(benchmark, config))
-    return fits(memory, kind)
-
-
-def benchmark_estimate(benchmark: str, config: RunConfig, kind: GpuKind) -> Estimate:
-    """Return the planned step time, tokens/s and minutes to the target of `config` on `kind`."""
-    return estimate(
-        config,
-        benchmark_workload(benchmark, config),
-        kind,
-        rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size),
+        table(["FLOPs per token", "TFLOP/s per GPU", "MFU %"], rows),
+        *filter(None, [remark(results)]),
+        sep="\n",
     )
-
-
-def describe(benchmark: str, source: str, config: RunConfig, kind: GpuKind | None) -> list[str]:
-    """Return the lines that describe one config on GPUs of `kind`, which is None for a CPU.
-
-    `source`: its file, or the file that it was derived from.
-    """
-    work = benchmark_workload(benchmark, config)
-    machine = f"{config.world_size} x {config.gpu}"
-    batch = (
-        f"global batch {config.global_batch_size} = {config.world_size} x micro-batch "
-        f"{config.micro_batch_size} x {config.gradient_accumulation_steps}"
-    )
-    precision = "FP8" if config.linear_format.in_fp8 else config.precision
-    title = f"{benchmark}, {source}: {machine}, {batch}, {precision}"
-    if kind is None:
-        return [title, "", "Memory and speed of a CPU are not calculated."]
-    memory = memory_peak(config, work)
-    lines = [title, "", memory_table(memory), "", f"It {verdict(memory, config, work, kind)}."]
-    if offloaded_layers(config, work):
-        lines.append(
-            f"Pinned host memory: {gib(host_bytes(config, work)):.1f} GiB for each of a "
-            f"node's {config.gpus_per_node} GPUs."
-        )
-    largest = largest_micro_batch(config, work, kind)
-    share = config.global_batch_size // config.world_size
-    limit = f" The global batch allows {share}." if largest > share else ""
-    lines.append(f"Largest micro-batch that fits if nothing else changes: {largest}.{limit}")
-    lines += ["", flops_line(work), "", kinds_caption(config), "", kinds_table(benchmark, config)]
-    lines += ["", target_line(benchmark, config), SOURCES]
-    return lines
-
-
-def flops_line(work: Workload) -> str:
-    """Return the line with the FLOPs per token that MFU counts, and their formula."""
-    shape = work.shape
-    length = work.sequence_length
-    flops = shape.training_flops_per_token(length)
-    formula = "6 N + 6 L S H"
-    if work.lora_rank:
-        flops = shape.lora_flops_per_token(length, work.lora_rank)
-        formula = "4 N + 6 N_lora + 6 L S H"
-    return (
-        f"{flops / 1e9:.2f} GFLOP per token = {formula}, with N = "
-        f"{shape.matmul_parameters / 1e9:.3f}e9 weights in matrix products."
-    )
-
-
-def target_line(benchmark: str, config: RunConfig) -> str:
-    """Say where the number of sequences to the target comes from."""
-    samples = rcp.mean_samples(rules_of(benchmark, config), config.global_batch_size)
-    batch = config.global_batch_size
-    if samples is None:
-        return (
-            f"The minutes to the target are unknown, since the MLPerf reference was not run at "
-            f"global batch {batch}."
-        )
-    return (
-        f"Minutes to the target: for {samples:,.0f} sequences, the mean of the MLPerf reference "
-        f"at global batch {batch}, and for the evaluations."
-    )
-
-
-SPEED = ["tok/s/GPU", "step ms", "evaluation s", "minutes to target"]
-
-
-def _speed(planned: Estimate) -> list[str]:
-    """Return the cells of the columns SPEED."""
-    minutes = "-" if planned.minutes is None else f"{planned.minutes:,.1f}"
-    return [
-        f"{planned.tokens_per_s_per_gpu:,.0f}",
-        f"{planned.step_s * 1e3:,.0f}",
-        f"{planned.eval_s:.1f}",
-        minutes,
-    ]
-
-
-def kinds_caption(config: RunConfig) -> str:
-    """Return the sentence above `kinds_table`."""
-    count = config.world_size
-    gpus = "one GPU" if count == 1 else f"{count} GPUs"
-    return f"The same settings on {gpus} of every kind, whose own configs may differ (plan --all):"
-
-
-def kinds_table(benchmark: str, config: RunConfig) -> str:
-    """Return a table of the config on the same number of GPUs of every kind.
-
-    Each row includes the best published score with that many GPUs.
-    """
-    rows = []
-    for kind in KINDS.values():
-        changes: dict[str, Any] = {"gpu": kind.name}
-        if kind.vendor == "amd" and config.reduce_scatter == "copy_engine":
-            changes["reduce_scatter"] = "nccl"  # copy engines are refused on AMD GPUs
-        here = replace(config, **changes)
-        work = benchmark_workload(benchmark, here)
-        fit = "yes" if fits(memory_peak(here, work), kind) else "NO"
-        best_score = "-"
-        for result in published.published(benchmark, kind.name, config.world_size):
-            if result.score:
-                best_score = f"{result.score:.2f} (batch {result.batch})"
-                break
-        largest = str(largest_micro_batch(here, work, kind))
-        speed = _speed(benchmark_estimate(benchmark, here, kind))
-        rows.append([kind.name, fit, largest, *speed, best_score])
-    return table(["GPU", "fits", "largest micro-batch", *SPEED, "best published score"], rows)
-
-
-def all_table(benchmark: str, loaded: dict[str, RunConfig]) -> str:
-    """Return a table with one row per config."""
-    head = [
-        "config",
-        "format",
-        "micro-batch",
-        "recomputed",
-        "offloaded",
-        "GiB allocated",
-        "needed",
-        "usable",
-        "fits",
-        *SPEED,
-    ]
-    return table(head, [_row(benchmark, name, config) for name, config in loaded.items()])
-
-
-def _row(benchmark: str, name: str, config: RunConfig) -> list[str]:
-    """Return the row of a config in `all_table`."""
-    work = benchmark_workload(benchmark, config)
-    kind = NO_GPUS.kind_of(config)
-    counts = {"recompute_layers": config.recompute_layers, "offload_layers": config.offload_layers}
-    layers = [str(count) if config.has_key(key) else "-" for key, count in counts.items()]
-    row = [
-        name,
-        "FP8" if config.linear_format.in_fp8 else config.precision,
-        str(config.micro_batch_size),
-        *layers,
-    ]
-    if kind is None:
-        return [*row, *"-" * 8]
-    memory = memory_peak(config, work)
-    usable = usable_bytes(kind)
-    sizes = [f"{gib(size):.1f}" for size in (memory.allocated, memory.needed, usable)]
-    return [
-        *row,
-        *sizes,
-        "yes" if fits(memory, kind) else "NO",
-        *_speed(benchmark_estimate(benchmark, config, kind)),
-    ]
+    return 0
 
 
 if __name__ == "__main__":
     given, rest = split_benchmark(sys.argv[1:])
-    sys.exit(exit_code_of(lambda: main(ROOT, given, rest) if given else any_model.main(rest)))
+    sys.exit(exit_code_of(lambda: main(given, rest)))

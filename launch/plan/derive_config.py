@@ -319,7 +319,7 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
     def thrifty(layers: int) -> dict:
         options = {
             "recompute_layers": 0 if work.lora_rank else layers,
-            "offload_layers": layers if work.lora_rank and start.linear_format.stores_fp8 else 0,
+            "offload_layers": layers if work.lora_rank and start.linear_format.in_fp8 else 0,
             "frozen_base": "sharded",
         }
         return {key: value for key, value in options.items() if start.has_key(key)}

@@ -30,12 +30,14 @@ from common.benchmarks import Rules, rules_of
 from common.config import ANY_GPU, RunConfig
 from common.errors import ConfigError, OutOfMemory
 from common.estimate.memory import BYTES
-from common.estimate.step_time import estimate, minutes_to_target
-from common.estimate.workload import Workload, benchmark_workload
+from common.estimate.step_time import minutes_to_target
+from common.estimate.workload import Workload
 from common.gpu_kinds import GpuKind
 from common.machine.hardware import config_name, config_names
 from common.paths import ROOT
 from common.records.rcp import mean_samples
+from launch.plan.model import fitting, on_gpus
+from launch.plan.plans import Plan, config_plan
 from launch.selection.choose import choose
 from launch.selection.machine import Machine
 from launch.selection.request import Request
@@ -163,31 +165,36 @@ def benchmark_point(
             overrides["reduce_scatter"] = "nccl"  # copy engines reach the GPUs of one node only
     config = choose(Request(benchmark, system=name, overrides=overrides), machine).config
     rules = rules_of(benchmark, config)
-    samples, measured = interpolated(reference_samples(rules), batch)
+    samples, is_measured = interpolated(reference_samples(rules), batch)
     learning_rate, _ = interpolated(rules.reference_learning_rates, batch)
     config = replace(
         config, nodes=nodes, global_batch_size=batch, opt_base_learning_rate=learning_rate
     )
-    work = benchmark_workload(benchmark, config)
-    return scaling_point(config, work, kind, samples, network_gb_s, measured)
+    plan = replace(config_plan(benchmark, name, config, kind), samples=samples)
+    return scaling_point(plan, network_gb_s, is_measured)
 
 
-def scaling_point(
-    config: RunConfig,
-    work: Workload,
-    kind: GpuKind,
-    samples: float,
-    network_gb_s: float,
-    measured: bool = True,
-) -> ScalingPoint:
-    """Return the time that `config` needs for `samples` training sequences and the evaluations."""
+def scaling_point(plan: Plan, network_gb_s: float, is_measured: bool = True) -> ScalingPoint:
+    """Return the time that a plan needs for its training sequences and the evaluations."""
+    config = plan.config
+    work = plan.work
     batch = config.global_batch_size
-    arithmetic = estimate(config, work, kind, None)
-    exposed_s = exposed_seconds(config, work, kind, arithmetic.step_s, network_gb_s)
+    arithmetic = plan.estimate
+    assert plan.kind and plan.samples and arithmetic, "the caller requires a GPU with known peaks"
+    exposed_s = exposed_seconds(config, work, plan.kind, arithmetic.step_s, network_gb_s)
     step_s = arithmetic.step_s + exposed_s
-    minutes = minutes_to_target(work, samples, batch / step_s, arithmetic.eval_s)
+    minutes = minutes_to_target(work, plan.samples, batch / step_s, arithmetic.eval_s)
     rate = batch * work.sequence_length / config.world_size / step_s
-    return ScalingPoint(config, samples, measured, step_s, rate, exposed_s, minutes)
+    return ScalingPoint(config, plan.samples, is_measured, step_s, rate, exposed_s, minutes)
+
+
+def model_points(plan: Plan, network_gb_s: float) -> dict[int, ScalingPoint | None]:
+    """Return number of GPUs -> the time for a model's tokens, None if no layout fits."""
+    points: dict[int, ScalingPoint | None] = {}
+    for gpus in counts():
+        layout = fitting(on_gpus(plan, gpus))
+        points[gpus] = scaling_point(layout, network_gb_s) if layout else None
+    return points
 
 
 def config_points(
@@ -216,8 +223,8 @@ def config_points(
             if gpus == 1:  # the config itself is wrong
                 raise
             break
-        work = benchmark_workload(benchmark, config)
-        points[gpus] = scaling_point(config, work, kind, config.max_samples, network_gb_s)
+        plan = config_plan(benchmark, str(path), config, kind)
+        points[gpus] = scaling_point(replace(plan, samples=config.max_samples), network_gb_s)
     return points
 
 

@@ -67,8 +67,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of a rank.
 
-    It has the user's variables, those of the config, which take precedence, and the search path of
-    the project's modules. `threads`: OMP_NUM_THREADS, unless the user or the config sets it.
+    It has the user's variables, the config's, which take precedence, and the search path of the
+    project's modules. `threads`: OMP_NUM_THREADS, unless the user or the config sets it.
     """
     return {
         "OMP_NUM_THREADS": str(threads),

@@ -1,4 +1,4 @@
-"""Which config for which request on which machine: `choose(request, machine)`. All commands ask it.
+"""Choose a config for a request on a machine: all commands call `choose(request, machine)`.
 
 request.py  what the command line and the environment ask for
 machine.py  the visible GPUs, and the only place that asks their driver

@@ -29,7 +29,7 @@ LENGTH = "max_samples"  # too few for an evaluation, which a measurement does no
 REQUESTED = "DGXNGPU"
 GPUS = "GPUs"  # their kind and their number
 VERSIONS = "versions"  # known to compute wrongly
-# What does not matter to a measurement: it reaches no target.
+# Objections that a measurement ignores, because it reaches no target.
 MEASURED_ANYWAY = (LENGTH, VERSIONS)
 
 NO_SUBMISSION = "not for submission"  # in notes
@@ -56,7 +56,7 @@ class Choice:
     device: str  # "cpu" or "cuda", which ROCm's torch uses as well
     gpus: str  # the GPUs, for display
     source: str = FILE  # FILE, DERIVED, FITTED or MINIATURE
-    derived: str = ""  # how the config was made from a file, "" if it is that of the file
+    derived: str = ""  # how the config was made from a file, "" if it is the file's own
     # Reasons why the run cannot be submitted, and known issues of these versions.
     notes: tuple[str, ...] = ()
     objections: tuple[Objection, ...] = ()
@@ -204,7 +204,7 @@ def _notes_on_gpus(
     if kind.name not in KINDS:
         notes.append(
             f"derived GPU kind: {kind.name} is not in common/gpu_kinds.py; memory and architecture "
-            "are those that the driver reports, and there is no MFU, since the peak is unknown"
+            "come from the driver, and there is no MFU, since the peak is unknown"
         )
     return notes + known_issues.notes(kind, versions, environment)
 

@@ -180,7 +180,7 @@ def _require_own(benchmark: str, path: Path) -> None:
     """Raise ConfigError if `path` is a config of another benchmark, or if it does not exist but
     stands for a file in configs/.
 
-    The benchmark of a file in configs/ is its folder, that of any other file the one asked for.
+    A file in configs/ belongs to the benchmark of its folder, any other file to `benchmark`.
     """
     folder = path.absolute().parent
     # os.path, unlike Path, has an answer for a name that is too long.
@@ -236,7 +236,7 @@ def fit(request: Request, machine: Machine, named: Named, file: ConfigFile) -> F
     if request.miniature and not config.miniature:
         raise ConfigError(
             "--miniature with --set miniature=false",
-            "the toy model's config with the real model is neither of them",
+            "the toy model's config does not fit the real model",
             "leave out one of them",
         )
     return Fitted(config, text, source)
@@ -248,7 +248,7 @@ def nearest_config(
     """Return the nearest file's config for `gpus` GPUs of `kind`, and its origin.
 
     `kind`: None for a CPU. `linear`: format of the linear layers. The origin is "" if configs/ has
-    a file for these GPUs. Memory is not considered, since that of another model differs.
+    a file for these GPUs. Memory is not considered, since another model needs a different amount.
     """
     path = config_path(ROOT, benchmark, "CPU_1x1")
     if kind:

@@ -1,8 +1,8 @@
 """Settings that `tune` varies, and the values to try on this machine.
 
-A candidate is a dict of changes to the base config. A name is that of a config key, or otherwise of
-a variable in [env]; the value None removes the variable. Keys that decide convergence (global
-batch, learning rate, ...) and `linear` never change.
+A candidate is a dict of changes to the base config. It names config keys or, otherwise, variables
+in [env]. The value None removes a variable. Keys that decide convergence (global batch, learning
+rate, ...) and `linear` never change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Value = str | int | None
 Changes = dict[str, Value]
 
 # A memory candidate is not tried if `plan` expects its step to take more than this many times as
-# long as the fastest one's. What a larger micro-batch gains, which `plan` does not count, is less.
+# long as the fastest one's. A larger micro-batch gains less, and `plan` does not count it.
 SLOWER_BY_PLAN = 1.15
 EXPANDABLE = "expandable_segments:True"
 # Variable -> values to try, None for unset, by vendor ("" for a CPU). Variables that prevent hangs
@@ -201,7 +201,7 @@ def settings(
     if base.has_key("reduce_scatter"):
         values["reduce_scatter"] = ("copy_engine", "nccl")
     if kind is not None:
-        for operation in engines.operations(base.linear_format.stores_fp8):
+        for operation in engines.operations(base.linear_format.in_fp8):
             variable = engines.VARIABLES[operation]
             values[variable] = _engines(operation, kind.arch, base, environment)
     values |= VARIABLES[vendor]

@@ -26,7 +26,7 @@ from common.repository import commit_of
 from common.terminal import Progress, inform, print_stderr, shown
 from launch import diagnosis, run_directory
 from launch.job import Job, job_from, torchrun_command, trainer_environment
-from launch.job_command import job_parser, job_program, print_header, require_software
+from launch.job_command import job_main, job_parser, print_header, require_software
 from launch.processes.supervise import kill_processes_of, supervise
 from launch.selection.check import MEASURED_ANYWAY
 from launch.tune import results
@@ -41,7 +41,7 @@ EXAMPLES = ("{} tune", "{} tune --minutes 60", "{} tune --resume --minutes 90")
 
 def parser(benchmark: str) -> Parser:
     """Return the argument parser of `tune`."""
-    parser = job_parser(benchmark, "tune", __doc__, EXAMPLES, printed="the values to try")
+    parser = job_parser(benchmark, "tune", __doc__, EXAMPLES)
     parser.add_argument(
         "--minutes",
         type=minutes,
@@ -65,7 +65,12 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
     """
     job = job_from(benchmark, options, *MEASURED_ANYWAY)
     print_header(job, None)
-    _require_one_node(job)
+    if job.config.nodes > 1:
+        raise ConfigError(
+            f"the config is for {job.config.nodes} nodes",
+            "tune starts each measurement on this node only",
+            "tune a config for one node, then set nodes in its file",
+        )
     if options.print:
         print_candidates(job)
         return 0
@@ -95,15 +100,6 @@ def print_candidates(job: Job) -> None:
     print("other settings (recommended value first):")
     for name, values in values_of_settings.items():
         print(f"  {name}: {', '.join(map(text_of_value, values))}")
-
-
-def _require_one_node(job: Job) -> None:
-    if job.config.nodes > 1:
-        raise ConfigError(
-            f"the config is for {job.config.nodes} nodes",
-            "tune starts each measurement on this node only",
-            "tune a config for one node, then set nodes in its file",
-        )
 
 
 def fastest(target: Target, minutes: float, resume: bool, command: str) -> results.SearchResult:
@@ -250,7 +246,7 @@ def _failure(journal: Journal, folder: Path) -> RunError:
     return error
 
 
-main = job_program("tune", parser, start)
+main = job_main("tune", parser, start)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -24,14 +24,15 @@ HARDWARE = ("gpu", "nodes", "gpus_per_node", "miniature")
 
 def line(measurement: Measurement, number: int) -> str:
     """Return one line of progress about a measurement."""
-    if measurement.outcome != "done":
-        return f"{number:4}  {outcome_text(measurement):>13}  {text_of(measurement.changes)}"
     memory = f"  {measurement.peak_bytes / GIB:.1f} GiB" if measurement.peak_bytes else ""
-    return f"{number:4}  {measurement.step_ms:10,.1f} ms{memory}  {text_of(measurement.changes)}"
+    changes = text_of(measurement.changes)
+    return f"{number:4}  {step_text(measurement, ' ms'):>13}{memory}  {changes}"
 
 
-def outcome_text(measurement: Measurement) -> str:
-    """Return why a measurement has no step time, in words."""
+def step_text(measurement: Measurement, unit: str = "") -> str:
+    """Return the time of a step in ms, or in words why there is none."""
+    if measurement.outcome == "done":
+        return f"{measurement.step_ms:,.1f}{unit}"
     if measurement.outcome == OutOfMemory.kind:
         return "out of memory"
     if measurement.outcome == "stopped":
@@ -99,30 +100,37 @@ class SearchResult:
         assert measurement is not None, "the search chooses among measured candidates"
         return measurement
 
-    def against_best(self, measurement: Measurement) -> str:
-        """Return how much longer the step takes than that of the best config, such as "+1.3%".
+    def cells(self, measurement: Measurement) -> dict[str, str]:
+        """Return the cell of each column of HEAD.
 
-        A short measurement is compared with a short one, since the machine may still warm up.
+        "against best" says how much longer the step takes than that of the best config. A short
+        measurement is compared with a short one, since the machine may still warm up.
         """
-        reference = self.journal.find(self.best, measurement.length)
-        if reference is None or reference.outcome != "done":
-            reference = self.fastest
-        return f"{measurement.step_ms / reference.step_ms - 1:+.1%}"
+        times_ms = measurement.times_ms
+        row = dict.fromkeys(HEAD, "-") | {
+            "step ms": step_text(measurement),
+            "planned GiB": f"{self.planned_gib(measurement):.2f}",
+            "changes": text_of(measurement.changes),
+        }
+        if measurement.peak_bytes:
+            row["peak GiB"] = f"{measurement.peak_bytes / GIB:.2f}"
+        if measurement.outcome == "done":
+            reference = self.journal.find(self.best, measurement.length)
+            if reference is None or reference.outcome != "done":
+                reference = self.fastest
+            row["steps"] = str(len(times_ms))
+            row["against best"] = f"{measurement.step_ms / reference.step_ms - 1:+.1%}"
+            row["spread"] = f"{min(times_ms):,.1f} to {max(times_ms):,.1f}"
+        return row
+
+    def planned_gib(self, measurement: Measurement) -> float:
+        """Return the calculated peak memory of a candidate in GiB."""
+        config = changed(self.base, measurement.changes)
+        return memory_peak(config, self.target.work).allocated / GIB
 
     def rows(self) -> list[list[str]]:
         """Return the table's row for each candidate. The columns are those of HEAD."""
-        work = self.target.work
-        rows = []
-        for each in self.distinct():
-            planned = memory_peak(changed(self.base, each.changes), work).allocated / GIB
-            measured = f"{each.peak_bytes / GIB:.2f}" if each.peak_bytes else "-"
-            row = [outcome_text(each), "-", "-", "-"]
-            if each.outcome == "done":
-                steps = str(len(each.times_ms))
-                spread = f"{min(each.times_ms):,.1f} to {max(each.times_ms):,.1f}"
-                row = [f"{each.step_ms:,.1f}", steps, self.against_best(each), spread]
-            rows.append([*row, measured, f"{planned:.2f}", text_of(each.changes)])
-        return rows
+        return [[*self.cells(each).values()] for each in self.distinct()]
 
     def measured_values(self) -> list[MeasuredValue]:
         """Return the best measurement with each value of each setting, the fastest value first."""
@@ -147,26 +155,20 @@ class SearchResult:
         """Return the table's row for each value of a setting. The columns are SETTINGS_HEAD."""
         rows = []
         for each in self.measured_values():
-            step = outcome_text(each.measurement)
-            difference = "-"
-            if each.measurement.outcome == "done":
-                step = f"{each.measurement.step_ms:,.1f}"
-                difference = self.against_best(each.measurement)
-            others = "as in the best" if each.others_as_in_best else "differ"
-            rows.append([each.name, text_of_value(each.value), step, difference, others])
+            row = self.cells(each.measurement) | {
+                "setting": each.name,
+                "value": text_of_value(each.value),
+                "other settings": "as in the best" if each.others_as_in_best else "differ",
+            }
+            rows.append([row[column] for column in SETTINGS_HEAD])
         return rows
 
     def summary(self) -> list[str]:
         """Return the step times of the best and of the base config, and the best one's changes."""
-        base = best_of(self.journal, {})
-        tried = self.journal.find({}, "short")
-        before = "not measured"
-        if base is not None:
-            before = f"{base.step_ms:,.1f} ms"
-        elif tried is not None:
-            before = outcome_text(tried)
+        base = best_of(self.journal, {}) or self.journal.find({}, "short")
+        before = step_text(base, " ms") if base else "not measured"
         return [
-            f"best: {self.fastest.step_ms:,.1f} ms a step; the base config: {before}",
+            f"best: {step_text(self.fastest, ' ms')} a step; the base config: {before}",
             f"changes: {text_of(self.best)}",
         ]
 
@@ -182,57 +184,35 @@ class SearchResult:
 
     def page(self) -> str:
         """Return the HTML page: time against memory, effect of each setting, all candidates."""
-        identity = self.journal.identity
         failures = [
-            [outcome_text(each), text_of(each.changes), str((each.error or {}).get("what", ""))]
+            [step_text(each), text_of(each.changes), str((each.error or {}).get("what", ""))]
             for each in self.distinct()
             if each.outcome != "done"
         ]
+        about = [
+            ["config", self.job.selection.path.name],
+            ["machine", self.machine],
+            ["commit", str(self.journal.identity["commit"])],
+            ["command", self.command],
+        ]
+        note = (
+            "The best config with each value if that was measured, otherwise the fastest candidate "
+            "with the value."
+        )
+        settings = html.table(SETTINGS_HEAD, self.setting_rows(), words=(0, 1, 4))
         sections = [
-            (
-                "",
-                [
-                    html.banner("good", *self.summary()),
-                    html.table(
-                        (),
-                        [
-                            ["config", self.job.selection.path.name],
-                            ["machine", self.machine],
-                            ["commit", str(identity["commit"])],
-                            ["command", self.command],
-                        ],
-                    ),
-                ],
-            ),
-            ("Time against memory", self._chart()),
-            (
-                "Effect of each setting",
-                [
-                    {
-                        "notes": [
-                            "The best config with each value if that was measured, otherwise the "
-                            "fastest candidate with the value."
-                        ]
-                    },
-                    html.table(SETTINGS_HEAD, self.setting_rows(), words=(0, 1, 4)),
-                ],
-            ),
+            ("", [html.banner("good", *self.summary()), html.table((), about)]),
+            ("Time against memory", [self._chart()]),
+            ("Effect of each setting", [{"notes": [note]}, settings]),
             ("Candidates", [html.table(HEAD, self.rows(), words=(6,))]),
             ("Failures", [html.table(["outcome", "changes", "error"], failures, words=(0, 1, 2))]),
         ]
         return html.render(f"tune {self.job.benchmark}", sections)
 
-    def _chart(self) -> list[html.Block]:
+    def _chart(self) -> html.Block:
         """Return the chart of all measured candidates. On a CPU, the memory is the planned one."""
-        work = self.target.work
         is_measured = self.job.selection.device == "cuda"
         done = [each for each in self.distinct() if each.outcome == "done"]
-
-        def gib(each: Measurement) -> float:
-            if is_measured:
-                return each.peak_bytes / GIB
-            return memory_peak(changed(self.base, each.changes), work).allocated / GIB
-
         spots = {
             "candidates": [each for each in done if each.changes not in ({}, self.best)],
             "best": [each for each in done if each.changes == self.best],
@@ -240,10 +220,13 @@ class SearchResult:
         }
         curves = []
         for color, (name, measurements) in enumerate(spots.items()):
-            points = [(each.step_ms, gib(each)) for each in measurements]
+            points = []
+            for each in measurements:
+                gib = each.peak_bytes / GIB if is_measured else self.planned_gib(each)
+                points.append((each.step_ms, gib))
             curves.append(Curve(name, points, color, scatter=True))
         label = "peak memory, GiB" if is_measured else "planned memory, GiB"
-        return [html.chart(label, "ms per step", curves)]
+        return html.chart(label, "ms per step", curves)
 
     def toml(self) -> str:
         """Return the best config in the form of configs/, with measurements in its comments."""
@@ -253,7 +236,7 @@ class SearchResult:
             f"# Tuned on {self.machine}, {time.strftime('%Y-%m-%d')}, "
             f"commit {str(identity['commit'])[:12]}, from",
             f"# {self.job.selection.path.name}, by: {self.command}",
-            f"# {self.fastest.step_ms:,.1f} ms a step, median of {len(self.fastest.times_ms)}",
+            f"# {step_text(self.fastest, ' ms')} a step, median of {len(self.fastest.times_ms)}",
         ]
         tuned = {each.name for each in self.measured_values()}
         groups: dict[str, list[str]] = {"hardware": header, "kept": [], "tuned": [], "env": []}
@@ -282,11 +265,9 @@ class SearchResult:
         parts = []
         for each in self.measured_values():
             if each.name == setting and each.others_as_in_best:
-                measured = outcome_text(each.measurement)
-                if each.measurement.outcome == "done":
-                    measured = self.against_best(each.measurement)
-                if each.measurement.changes == self.best:
-                    measured = f"{each.measurement.step_ms:,.1f} ms"
+                measured = step_text(each.measurement, " ms")
+                if each.measurement.changes != self.best and each.measurement.outcome == "done":
+                    measured = self.cells(each.measurement)["against best"]
                 parts.append(f"{text_of_value(each.value)}: {measured}")
         return f"  # {', '.join(parts)}" if parts else ""
 

@@ -13,7 +13,7 @@ class Target:
     """A job, its workload, and the model that each measurement trains.
 
     `model`: options of common.measure.bench, such as ("--model", "qwen3-8b"), if the model or its
-    sequence length is not that of the benchmark.
+    sequence length is not the benchmark's.
     """
 
     job: Job

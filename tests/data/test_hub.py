@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import http.server
+import io
 import json
 import os
 import random
@@ -28,7 +29,7 @@ class Hub(http.server.ThreadingHTTPServer):
     """Files of one data set, or of one model.
 
     `pause_s` after each 8 KiB; `sent` bytes of files; `damage` flips a bit in what is sent, not in
-    the sums.
+    the sums; `broken` of the next answers end in their middle.
     """
 
     daemon_threads = True
@@ -51,7 +52,8 @@ class Hub(http.server.ThreadingHTTPServer):
             False,
         )
         self.oid: str | None = None  # in place of the sums of large files
-        self.more = 0  # bytes that are sent beyond the size in the list
+        self.more = 0  # bytes that are sent beyond those asked for
+        self.broken = 0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request, client_address):
@@ -71,6 +73,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
         hub, path = self.server, self.path.partition("?")[0]
         if hub.gated:
             return self.send(401, {"X-Error-Code": "GatedRepo"}, b"")
+        if path == hub.listing.replace("/tree/", "/revision/"):
+            return self.send(200, {"Content-Type": "application/json"}, b'{"id": "a/b"}')
         if path == hub.listing:
             return self.send(
                 200,
@@ -89,16 +93,23 @@ class Answer(http.server.BaseHTTPRequestHandler):
             return self.send(404, {"X-Error-Code": "EntryNotFound"}, b"")
         content, sum_ = hub.files[name], self.entry(name).get("lfs", self.entry(name))["oid"]
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{sum_}"', "Accept-Ranges": "bytes"}
-        first = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
-        if first:
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        asked = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")
+        first = int(asked[0])
+        last = min(int(asked[1] or len(content)), len(content) - 1)
+        if "Range" in self.headers:
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         if not body:
             return self.send(200, headers | {"Content-Length": str(len(content))}, b"")
         hub.ranges += bool(first)
         if hub.damage:
             content = content[:-1] + bytes([content[-1] ^ 1])
-        content += bytes(hub.more)
-        return self.send(206 if first else 200, headers, content[first:])
+        content = content[first : last + 1] + bytes(hub.more)
+        if hub.broken:
+            hub.broken -= 1
+            self.close_connection = True
+            headers["Content-Length"] = str(len(content))
+            content = content[: len(content) // 2]
+        return self.send(206 if "Range" in self.headers else 200, headers, content)
 
     def entry(self, name: str) -> dict:
         content = self.server.files[name]
@@ -149,7 +160,7 @@ OF_LORA = "from llama2_70b_lora import prepare; prepare.WEIGHTS_BYTES = prepare.
 OF_THE_8B = "from llama31_8b import prepare; prepare.DOWNLOAD_BYTES = 1; "
 
 
-def start(hub, folder, small_chunks=True, program=OF_LORA) -> subprocess.Popen:
+def start(hub, folder, small_blocks=True, program=OF_LORA) -> subprocess.Popen:
     """`fetch --download`, with a home of its own."""
     environment = os.environ | {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",
@@ -162,8 +173,8 @@ def start(hub, folder, small_chunks=True, program=OF_LORA) -> subprocess.Popen:
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     code = (
-        "import sys; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 8192\n"
-        if small_chunks
+        "import sys; from common.data import hub; hub.BLOCK = 16384\n"
+        if small_blocks
         else "import sys\n"
     )
     code += f"{program} sys.exit(prepare.main(sys.argv[1:]))"
@@ -222,7 +233,8 @@ def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
         and not list((tmp_path / "data").glob("*.parquet"))
     )
     hub.pause_s = 0.0
-    code, err = finish(start(hub, tmp_path))
+    hub.ranges = 0
+    code, err = finish(start(hub, tmp_path, small_blocks=False))
     assert code == 0 and whole(hub, tmp_path), err
     assert hub.ranges == 1 and "bytes, as regisss/" in err and "weights" in err
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == sorted(
@@ -238,6 +250,22 @@ def test_a_killed_download_goes_on_where_it_was(hub, tmp_path):
     )
 
 
+def test_a_broken_connection_is_resumed(hub, tmp_path):
+    hub.broken = 1
+    code, err = finish(start(hub, tmp_path))
+    assert code == 0 and whole(hub, tmp_path) and not hub.broken, err
+    assert hub.sent < sum(map(len, hub.files.values())) + 16384 + 2000, "one block is repeated"
+
+
+def test_nothing_is_appended_to_a_file_elsewhere(hub, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / f".{DATA_FILES['train']}.part").symlink_to(victim)
+    code, err = finish(start(hub, tmp_path, small_blocks=False))
+    assert code == 0 and whole(hub, tmp_path) and victim.read_text() == "kept", err
+
+
 @pytest.mark.parametrize("way", ["damaged on the way", "no network", "no package"])
 def test_without_the_files_it_says_what_to_do(hub, tmp_path, monkeypatch, way):
     if way == "damaged on the way":
@@ -247,7 +275,7 @@ def test_without_the_files_it_says_what_to_do(hub, tmp_path, monkeypatch, way):
     else:
         (tmp_path / "huggingface_hub.py").write_text("raise ImportError('not here')")
         monkeypatch.setattr(sys.modules[__name__], "ROOT", f"{tmp_path}:{ROOT}")
-    code, err = finish(start(hub, tmp_path, small_chunks=False))
+    code, err = finish(start(hub, tmp_path, small_blocks=False))
     expected = {
         "damaged on the way": (15, "damaged"),
         "no network": (15, "could not be downloaded"),
@@ -271,7 +299,7 @@ def test_the_8b_gets_its_tokenizer_or_is_told_of_its_license(tmp_path, gated):
     )
     server.gated = gated
     try:
-        code, err = finish(start(server, tmp_path, small_chunks=False, program=OF_THE_8B))
+        code, err = finish(start(server, tmp_path, small_blocks=False, program=OF_THE_8B))
     finally:
         server.shutdown()
         server.server_close()
@@ -291,22 +319,22 @@ def test_a_sum_that_is_a_path_is_refused(hub, tmp_path, oid):
     hub.oid = oid
     victim = tmp_path / "victim"
     victim.write_text("kept")
-    code, err = finish(start(hub, tmp_path, small_chunks=False))
-    assert code == 15 and "hexadecimal" in err and victim.read_text() == "kept", err
+    code, err = finish(start(hub, tmp_path, small_blocks=False))
+    assert code == 15 and "checksum" in err and victim.read_text() == "kept", err
     assert not list(tmp_path.rglob("*.parquet"))
 
 
 def test_a_file_is_no_larger_than_its_list_says(hub, tmp_path):
-    hub.more = 50_000_000
-    code, err = finish(start(hub, tmp_path, small_chunks=False))
-    assert code == 15 and "more than its size" in err, err
-    assert on_disk(tmp_path) < 1_000_000 and hub.sent < 50_000_000
+    hub.more = 5_000_000
+    code, err = finish(start(hub, tmp_path, small_blocks=False))
+    assert code == 15 and "300,001 bytes instead of 300,000" in err, err
+    assert on_disk(tmp_path) == 0
 
 
 def test_a_server_that_sends_a_byte_now_and_then_is_given_up(hub, tmp_path):
     hub.pause_s = 1.5
     process = start(
-        hub, tmp_path, program="from common.data import hub; hub.SILENCE_S = 1.0; " + OF_LORA
+        hub, tmp_path, program="from common.data import hub; hub.LIMIT_S = 1.0; " + OF_LORA
     )
     code, err = finish(process)
     assert code == 15 and "too slow" in err, err
@@ -316,7 +344,7 @@ def test_the_failure_of_a_download_is_what_the_command_ends_with(hub, tmp_path):
     """Also where the files that it did not fetch would not fit."""
     hub.damage = True
     program = OF_LORA.replace("prepare.DATA_BYTES = 1", "prepare.DATA_BYTES = 10**18")
-    code, err = finish(start(hub, tmp_path, small_chunks=False, program=program))
+    code, err = finish(start(hub, tmp_path, small_blocks=False, program=program))
     assert code == 15 and "damaged" in err and "are free" not in err, err
 
 
@@ -324,7 +352,7 @@ def test_what_arrived_is_a_success_though_the_rest_would_not_fit(hub, tmp_path):
     program = OF_LORA.replace(
         "prepare.WEIGHTS_BYTES = prepare.DATA_BYTES = 1", "prepare.WEIGHTS_BYTES = 10**18"
     )
-    code, err = finish(start(hub, tmp_path, small_chunks=False, program=program))
+    code, err = finish(start(hub, tmp_path, small_blocks=False, program=program))
     assert code == 0 and whole(hub, tmp_path), err
 
 
@@ -334,13 +362,10 @@ def test_a_resumed_download_needs_space_for_the_rest_only(tmp_path, monkeypatch)
         size=len(content),
         lfs=SimpleNamespace(sha256=hashlib.sha256(content).hexdigest()),
     )
-    staged = tmp_path / download.STAGE / entry.lfs.sha256
-    staged.parent.mkdir()
-    staged.write_bytes(content[:5])
+    (tmp_path / ".file.part").write_bytes(content[:5])
     needed = []
     monkeypatch.setattr(download, "require_free_space", lambda *args: needed.append(args[1]))
-    monkeypatch.setattr(download, "_complete", lambda url, entry, path: path.write_bytes(content))
-    download._fetch("url", entry, tmp_path / "file", "repository")
+    download._complete(io.BytesIO(content), entry, tmp_path / "file", "repository")
     assert needed == [2] and (tmp_path / "file").read_bytes() == content
 
 

@@ -29,16 +29,20 @@ import torch
 
 from common import config as configs
 from common.kernels.attention import attention_backends
+from common.model.precision import DTYPES
 from common.paths import ROOT
-from common.sharding.processes import require_world_size, start_processes
+from common.sharding.processes import (
+    high_priority_compute,
+    require_world_size,
+    start_processes,
+)
 from common.training import rank_comparison
 from common.training.assembly import Batching
-from common.training.build import DTYPES
 from common.training.loop import LOG_EVERY_STEPS, train_step
 from common.training.metrics import Events, ProgressLog
+from common.training.pretraining import assemble_random
 from common.training.rank_comparison import COMPARISONS, BlockTimes, RankComparison
 from common.training.warmup import synthetic_batches
-from llama31_8b import train as trainer
 from llama31_8b.rules import CLOSED, MINIATURE, Config
 
 SIZE = {"cuda": 1024, "cpu": 64}  # of the extra products: some 5 us each on an H200
@@ -145,11 +149,11 @@ def main() -> None:
     if cpu:
         torch.cuda.Event = HostEvent  # type: ignore[assignment, misc]
     processes = start_processes(
-        options.device, config.hang_timeout_s, trainer.high_priority_compute(config)
+        options.device, config.hang_timeout_s, high_priority_compute(config, rules)
     )
     require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
-        watch(options, config, trainer.assemble(config, rules, processes, 1), processes, rules)
+        watch(options, config, assemble_random(config, rules, processes, 1), processes, rules)
     torch.distributed.destroy_process_group()
 
 

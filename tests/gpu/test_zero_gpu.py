@@ -10,8 +10,8 @@ from tiny import TINY, run_config
 from common.kernels.attention import attention_backends
 from common.training.assembly import Batching
 from common.training.loop import train_step
+from common.training.pretraining import assemble_random
 from common.training.warmup import synthetic_batches
-from llama31_8b.train import assemble
 
 RULES = replace(
     TINY,
@@ -28,7 +28,7 @@ def losses(processes, reduce_scatter):
         reduce_scatter=reduce_scatter,
     )
     with attention_backends("cuda"):
-        assembly = assemble(config, RULES, processes, seed=1)
+        assembly = assemble_random(config, RULES, processes, seed=1)
         # Every rank gets the batches of both: their gradients' mean is then that of one rank alone.
         source = synthetic_batches(
             RULES.shape.vocab_size, RULES.sequence_length, replace(processes, rank=0), 2

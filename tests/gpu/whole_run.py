@@ -29,7 +29,7 @@ from pathlib import Path
 from common.machine.host import available_memory
 from common.paths import ROOT
 from launch.processes.supervise import processes_of
-from submission.run import read_attempt
+from submission.run import Run
 
 HOST = Path("/")
 POLL_S = 0.2
@@ -37,7 +37,7 @@ POLL_S = 0.2
 
 def time_of(run: Path, key: str) -> float | None:
     """Return the Unix time of the first record with `key` in the log, None without one."""
-    first = read_attempt(run / "result.txt").log.first(key)
+    first = Run.read(run / "result.txt").log.first(key)
     return first and first.time_ms / 1e3
 
 
@@ -77,7 +77,7 @@ def steps_line(run: Path, watch: Watch) -> list[str]:
 
     The first three steps are left out.
     """
-    records, begin = read_attempt(run / "result.txt").records, time_of(run, "block_start")
+    records, begin = Run.read(run / "result.txt").records, time_of(run, "block_start")
     steps = [
         (begin + event["time_s"], event["step_time_ms"])
         for event in records
@@ -133,7 +133,7 @@ def print_report(run: Path, watch: Watch, began: float) -> None:
     for key in ("init_start", "init_stop", "run_start", "run_stop"):
         if at := time_of(run, key):
             print(f"{at - began:9.1f} s  {key}")
-    records = read_attempt(run / "result.txt").records
+    records = Run.read(run / "result.txt").records
     shown = ("event", "name", "seconds", "ops", "base_bytes", "base_seconds", "loss")
     for event in records:
         if event["event"] in ("phase", "self_test", "eval"):

@@ -11,14 +11,12 @@ import math
 import random
 from pathlib import Path
 
-import pytest
 from synthetic_run import COMMIT, CONFIG, MS, ORG, Benchmark, Clock, Plan, write_attempt
 
 from common import config as configs
 from common.paths import ROOT
-from common.records import json_lines, ledger
+from common.records import ledger
 from common.records.rcp import mean_samples
-from common.training import mllog
 
 SYSTEM = "MI355X_1x8_pytorch"
 SERIES = "20261001-120000-abc123"
@@ -122,19 +120,11 @@ def write(
         "facts": {"config": CONFIG},
     }
     ledger.append(folder / ledger.NAME, begun)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mllog, "time", clock.module())
-        patch.setattr(mllog, "STDOUT_FD", -1)
-        patch.setattr(json_lines, "write_all", _only_to_files(json_lines.write_all))
-        for number, plan in enumerate(attempts, start=1):
-            _attempt(folder, benchmark, rules, plan, number, series, clock)
+    for number, plan in enumerate(attempts, start=1):
+        _attempt(folder, benchmark, rules, plan, number, series, clock)
     if good >= goal:
         ledger.append(folder / ledger.NAME, {"event": "closed", "series": series})
     return folder
-
-
-def _only_to_files(write_all):
-    return lambda fd, line: write_all(fd, line) if fd >= 0 else None
 
 
 def _attempt(

@@ -32,12 +32,13 @@ from common.sharding.frozen_base import FrozenBase, layer_layout
 from common.sharding.layer_prefetch import ROWWISE, pass_order
 from common.sharding.processes import Processes
 from common.training.assembly import Batching
+from common.training.finetuning import assemble_lora, base_fingerprints
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches, train_step
+from common.training.pretraining import assemble_random
 from common.training.reports import Reports
 from common.training.run import Run
 from common.training.timed_run import main
 from llama2_70b_lora import rules as lora_rules
-from llama2_70b_lora import train as lora_trainer
 from llama31_8b import train as trainer
 from llama31_8b.rules import MINIATURE, Config, Rules
 
@@ -235,7 +236,7 @@ def everything(processes: Processes, folder: Path) -> dict:
 
 def optimizer_step(processes: Processes) -> dict:
     """Return the initial weights, the norm of known gradients, and the weights after their step."""
-    assembly = trainer.assemble(
+    assembly = assemble_random(
         run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7
     )
     model = assembly.model
@@ -260,7 +261,7 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def evaluation(processes: Processes, data_dir: Path) -> float:
     """Return the loss of the initial weights on `evaluation_sequences`."""
-    model = trainer.assemble(
+    model = assemble_random(
         run_config(gpus_per_node=processes.world_size), TINY, processes, seed=7
     ).model
     return evaluate(
@@ -342,11 +343,11 @@ def lora_steps(
                     parameter.fill_(1.0)
         fill(base, rules.shape, 0.1)
 
-    assembly, base = lora_trainer.assemble(configured, rules, processes, 3, load)
+    assembly, base = assemble_lora(configured, rules, processes, 3, load)
     model = assembly.model
     optimizer = assembly.optimizer
     batching = Batching(configured.global_batch_size, configured.gradient_accumulation_steps)
-    before = lora_trainer.base_fingerprints(model, base)
+    before = base_fingerprints(model, base)
     sequences = torch.randint(
         61, (48, 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32
     )
@@ -368,7 +369,7 @@ def lora_steps(
         "norms": norms,
         "evaluation": evaluation,
         "evaluates forward only": base.order == pass_order(rules.shape.num_layers, False, ROWWISE),
-        "base unchanged": lora_trainer.base_fingerprints(model, base) == before,
+        "base unchanged": base_fingerprints(model, base) == before,
         "adapters": {
             name: parameter.detach().clone()
             for name, parameter in adapter_parameters(model).items()
@@ -397,7 +398,7 @@ def train_watched(opens: Path, arguments: list[str]) -> None:
 
     sys.addaudithook(hook)
     trainer.rules_of = lambda config: TINY
-    main(arguments, "llama31_8b", Config, trainer.run_rank, saves=True)
+    main(arguments, "llama31_8b", trainer.run_rank)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from common.errors import (
 )
 from common.paths import ROOT
 from common.records import mlperf_log
+from common.records.run_record import RunRecord
 from common.training import guard
 from launch import diagnosis, job, run, series
 from launch.processes.supervise import Ending
@@ -39,16 +41,17 @@ def test_result_is_read_from_the_log(tmp_path):
     log = tmp_path / "result.txt"
     assert diagnosis.read_result(log).status == ""
     log.write_text(mllog("run_start", 1000) + "noise\n:::MLLOG {broken\n")
-    assert diagnosis.read_result(log).seconds is None
+    assert diagnosis.read_result(log).minutes is None
     log.write_text(
         mllog("run_start", 1000) + mllog("run_stop", 61000, status="success", samples_count=48)
     )
     result = diagnosis.read_result(log)
-    assert (result.seconds, result.status, result.samples) == (60.0, "success", 48)
+    assert (result.minutes, result.status, result.trained) == (1.0, "success", 48)
     log.write_text(mllog("run_stop", 61000, status=["success"], samples_count="48"))
-    assert diagnosis.read_result(log) == diagnosis.RunResult()
+    damaged = diagnosis.read_result(log)
     log.write_bytes(b"\0" * 100)
-    assert diagnosis.read_result(log) == diagnosis.RunResult()
+    for result in (damaged, diagnosis.read_result(log)):
+        assert not (result.stands or result.clock_started or result.trained or result.minutes)
 
 
 @pytest.fixture(autouse=True)
@@ -138,10 +141,11 @@ def test_a_log_that_cannot_be_read_now_is_read_again(tmp_path, monkeypatch, pati
     monkeypatch.setattr(mlperf_log, "read", failing)
     result = diagnosis.read_result(tmp_path / "result.txt")
     assert (result.status, result.stands) == (status, bool(status))
-    assert (result.unreadable == "") == result.stands
+    assert (diagnosis.disk_error(result) == "") == result.stands
 
 
-GOOD_RESULT = diagnosis.RunResult(60.0, "success", 48, True)
+NO_RESULT = RunRecord(Path("result.txt"))
+GOOD_RESULT = RunRecord(Path("result.txt"), status="success", minutes=1.0)
 ONE_NODE = mock.Mock(lost={}, failed=False)
 
 
@@ -176,7 +180,7 @@ def test_a_result_that_stands_is_left_by_what_fails_later(
     assert outcome.error is None and len(outcome.late_errors) == 1
     assert outcome.exit_code == code
     assert not (tmp_path / "failure.json").exists()
-    aborted = diagnosis.RunResult(60.0, "aborted", 48, True)
+    aborted = RunRecord(tmp_path / "result.txt", status="aborted", minutes=1.0)
     assert judged(tmp_path, Ending(1), aborted, monkeypatch=monkeypatch).error
     assert (tmp_path / "failure.json").exists()
 
@@ -209,7 +213,7 @@ def test_a_check_that_failed_takes_a_result_back(tmp_path, monkeypatch):
 
 
 def test_a_log_that_cannot_be_read_is_a_storage_error(tmp_path, monkeypatch):
-    result = diagnosis.RunResult(unreadable="Stale file handle")
+    result = RunRecord(tmp_path / "result.txt", unreadable=UNREADABLE)
     outcome = judged(tmp_path, Ending(0), result, monkeypatch=monkeypatch)
     assert outcome.exit_code == 17 and "Stale file handle" in outcome.error.what
 
@@ -227,7 +231,7 @@ def test_a_full_gpu_is_told_what_plan_expects(tmp_path, monkeypatch, name, raise
     monkeypatch.setattr(guard.os, "_exit", lambda code: None)
     guard.exit_with_failure(tmp_path, 0, raised, lambda: None, lambda: 5)
     job = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")[name])
-    error, _ = run.judge(job, ONE_NODE, tmp_path, Ending(1), None, diagnosis.RunResult())
+    error, _ = run.judge(job, ONE_NODE, tmp_path, Ending(1), None, NO_RESULT)
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert error.exit_code == 12 and failure["do"] == error.do and failure["rank"] == 0
     assert ("plan expects a peak of " in error.do) == said
@@ -251,7 +255,7 @@ def test_an_interrupted_run_is_continued_from_its_checkpoint(tmp_path, has_check
         (before / "rank_0.safetensors").touch()
         (before / "facts.json").write_text(json.dumps({**facts, "ranks": 1, "digest": "x"}))
     error, _ = run.judge(
-        mock.Mock(), mock.Mock(), run_dir, Ending(0, signal_number=15), None, diagnosis.RunResult()
+        mock.Mock(), mock.Mock(), run_dir, Ending(0, signal_number=15), None, NO_RESULT
     )
     assert (f"--continue '{run_dir}'" in error.do) is has_checkpoint
     assert json.loads((run_dir / "failure.json").read_text())["do"] == error.do
@@ -266,7 +270,7 @@ def test_an_estimate_that_fails_does_not_hide_that_the_memory_is_full(tmp_path, 
     full = torch.OutOfMemoryError("CUDA out of memory.")
     guard.exit_with_failure(tmp_path, 0, full, lambda: None, lambda: 5)
     given = mock.Mock(benchmark="llama31_8b", config=load_all(ROOT, "llama31_8b")["H200_1x8"])
-    error, _ = run.judge(given, ONE_NODE, tmp_path, Ending(1), None, diagnosis.RunResult())
+    error, _ = run.judge(given, ONE_NODE, tmp_path, Ending(1), None, NO_RESULT)
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert error.exit_code == failure["exit_code"] == 12 and "no estimate" in failure["do"]
 
@@ -295,4 +299,4 @@ def test_collectives_on_gpus_are_recorded_unless_the_user_says_no(device, user, 
 def test_a_damaged_log_of_a_lost_attempt_is_read_as_far_as_it_goes(tmp_path, content):
     (tmp_path / "result.txt").write_bytes(content)
     found = diagnosis.read_result(tmp_path / "result.txt")
-    assert (found.seconds, found.status, found.samples) == (None, "", 0)
+    assert not (found.stands or found.minutes or found.trained)

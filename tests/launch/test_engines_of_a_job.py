@@ -66,7 +66,7 @@ def test_the_launcher_refuses_an_engine_that_is_pinned_on_a_cpu(job, variable):
     selection = replace(job.selection, device="cpu", config=config)
     on_a_cpu = replace(job, selection=selection, machine=NO_GPUS, environment={variable: pinned})
     with pytest.raises(ConfigError, match=f"{variable}={pinned} cannot be used here"):
-        job_command._print_engines(on_a_cpu)
+        job_command.print_header(on_a_cpu, None)
 
 
 def test_only_blocks_in_fp8_have_an_engine_of_swiglu(job):
@@ -74,7 +74,7 @@ def test_only_blocks_in_fp8_have_an_engine_of_swiglu(job):
     in_bf16 = replace(job.selection, config=replace(job.config, linear="bf16"))
     assert "swiglu" not in replace(job, selection=in_bf16).engines.names
     lora = configs.load(ROOT / "configs/llama2_70b_lora/H200_1x1.toml", LoraConfig)
-    assert lora.linear_format.stores_fp8
+    assert lora.linear_format.in_fp8
     selection = replace(job.selection, config=lora)
     fine_tuning = replace(job, benchmark="llama2_70b_lora", selection=selection)
     assert fine_tuning.engines.names["swiglu"] == "quack"
@@ -94,7 +94,7 @@ def test_a_config_pins_an_engine_and_its_absence_is_an_error(job):
 def test_the_runs_of_a_series_use_the_engines_of_its_first(job, monkeypatch, goal, resume):
     captured = {}
 
-    def attempts(log_dir, benchmark, selection, identity, request, execute):
+    def attempts(folder, selection, identity, request, execute, report):
         captured.update(identity=identity, execute=execute)
         return 0
 

@@ -39,6 +39,12 @@ def test_a_complete_python_is_used_as_it_is(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
+def test_a_module_inside_another_package_is_found(monkeypatch):
+    assert environment.has_package("protobuf")
+    monkeypatch.setitem(environment.MODULES, "protobuf", "no_such_package.protobuf")
+    assert not environment.has_package("protobuf")
+
+
 def test_old_torch_does_not_do(monkeypatch):
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: True)
     for version, good in (("2.9.1", False), ("2.10.0a0+git", True), ("2.13.0+cpu", True)):
@@ -48,6 +54,7 @@ def test_old_torch_does_not_do(monkeypatch):
         assert environment.has_package("torch") == good
 
 
+PYTHON = f"python3.{sys.version_info.minor}"
 SHA = "0" * 64
 LOCK = "".join(
     f"{line} \\\n    --hash=sha256:{SHA}\n    # via {by}\n"
@@ -66,28 +73,34 @@ LOCK = "".join(
 
 @pytest.fixture
 def pip(monkeypatch, tmp_path):
-    """Stand-in for pip and venv: commands, requirements, exit code, and builds of the machine."""
+    """Stand-in for pip: commands, requirements, exit code, and builds of the machine.
 
-    fake = argparse.Namespace(commands=[], lists=[], code=0, builds=("cpu", "cuda", "cuda12"))
+    `installs`: whether it creates a module for each package.
+    """
+
+    fake = argparse.Namespace(
+        commands=[], lists=[], code=0, builds=("cpu", "cuda", "cuda12"), installs=True
+    )
     (tmp_path / environment.LOCK).write_text(LOCK)
     find = environment.importlib.util.find_spec  # Debian's Python alone has no ensurepip
     monkeypatch.setattr(
         environment.importlib.util, "find_spec", lambda name: name == "ensurepip" or find(name)
     )
 
-    def run(command, *_, **__):
+    def run(command, _, folder, **__):
+        (site,) = folder.glob("lib/python*/site-packages")
+        if "ensurepip" in command:
+            (site / "pip-26.3.dist-info").mkdir()
+            return Ending(0)
         fake.commands.append(command)
         fake.lists.append(
             [line.split()[0] for line in Path(command[-1]).read_text().splitlines() if "==" in line]
         )
+        for line in fake.lists[-1] * fake.installs:
+            name = line.partition("==")[0].replace("-", "_")
+            (site / f"{name}.py").write_text("")
         return Ending(fake.code)
 
-    def create(folder, with_pip):
-        for name in ("bin", "lib/python3.11/site-packages"):
-            (folder / name).mkdir(parents=True)
-        (folder / "bin" / "python").symlink_to(sys.executable)
-
-    monkeypatch.setattr(environment.venv, "create", create)
     monkeypatch.setattr(environment, "answers_at", lambda url: False)
     monkeypatch.setattr(environment, "supervise", run)
     which = shutil.which  # uv, where it is installed, would be taken
@@ -135,6 +148,75 @@ def test_environment_is_made_once_and_repaired(tmp_path, pip):
     assert len(pip.commands) == count + 2 and "no-such-need==3.1" in pip.lists[-1], (
         "what a package needs has changed in the lock alone"
     )
+
+
+@pytest.mark.parametrize("victim", ["module", "pyvenv.cfg", "Python", "packages"])
+def test_a_broken_environment_is_made_anew(tmp_path, pip, capsys, victim):
+    wanted, folder = tmp_path / "r.txt", tmp_path / ".venv"
+    wanted.write_text("no-such-package==1.0\n")
+    python = environment.python_for(wanted, folder)
+    (folder / "left-over").write_text("")
+    site = folder / "lib" / PYTHON / "site-packages"
+    if victim == "module":
+        (site / "no_such_package.py").unlink()
+    elif victim == "pyvenv.cfg":
+        (folder / "pyvenv.cfg").unlink()
+    elif victim == "Python":
+        python.unlink()
+        python.symlink_to(tmp_path / "an older Python")
+    else:
+        shutil.rmtree(folder / "lib")
+    assert environment.python_for(wanted, folder) == python
+    subprocess.run([python, "-c", "import no_such_package"], check=True)
+    assert not (folder / "left-over").exists() and "is broken" in capsys.readouterr().err
+    count = len(pip.commands)
+    environment.python_for(wanted, folder)
+    assert len(pip.commands) == count
+
+
+def test_a_broken_environment_is_not_extended(tmp_path, pip):
+    """Without pyvenv.cfg, pip would install into the Python of the system."""
+    small, large, folder = tmp_path / "small.txt", tmp_path / "large.txt", tmp_path / ".venv"
+    small.write_text("no-such-package==1.0\n")
+    large.write_text("no-other-package==1.0\n")
+    environment.python_for(small, folder)
+    (folder / "pyvenv.cfg").unlink()
+    environment.python_for(large, folder)
+    assert (folder / "pyvenv.cfg").exists() and not (folder / "small.txt.sha256").exists()
+
+
+def test_pip_that_installs_elsewhere_is_found_out(tmp_path, pip):
+    """As with PIP_TARGET, PIP_PREFIX and PIP_DRY_RUN, where pip exits with 0."""
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    pip.installs = False
+    for _ in range(2):
+        with pytest.raises(PreflightError, match="lacks packages") as caught:
+            environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+        assert "'no_such_package'" in caught.value.why and "PIP_TARGET" in caught.value.do
+    pip.installs = True
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+
+
+@pytest.mark.parametrize("name", ["r.txt", ".venv/r.txt.sha256", environment.LOCK])
+def test_files_that_are_not_utf8(tmp_path, pip, name):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    python = environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    content = b"" if name.endswith("sha256") else (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(b"# \xff\n" + content)
+    assert environment.python_for(tmp_path / "r.txt", tmp_path / ".venv") == python
+
+
+def test_a_failure_of_ensurepip_is_no_traceback(tmp_path, pip, monkeypatch, capsys):
+    def fail(command, *_, stdout, **__):
+        stdout.write('Traceback (most recent call last):\n  File "x", line 1\nOSError: No space\n')
+        return Ending(1)
+
+    monkeypatch.setattr(environment, "supervise", fail)
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    with pytest.raises(PreflightError, match="pip could not be installed") as caught:
+        environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert capsys.readouterr().err == "OSError: No space\n"
+    assert environment.PIP_LOG in caught.value.do
 
 
 @pytest.fixture
@@ -367,7 +449,7 @@ def test_an_environment_of_another_processor_is_left_alone_but_by_setup(tmp_path
 
 
 def without_ensurepip(tmp_path, monkeypatch, digest: str) -> Path:
-    """A Python without ensurepip, as Debian's, a lock with this pip, and the site-packages."""
+    """A Python without ensurepip, as Debian's, a lock with this pip, and where it is unpacked."""
     find, wheel = environment.importlib.util.find_spec, tmp_path / "pip-26.3-py3-none-any.whl"
     monkeypatch.setattr(
         environment.importlib.util,
@@ -379,13 +461,16 @@ def without_ensurepip(tmp_path, monkeypatch, digest: str) -> Path:
     digest = digest or hashlib.sha256(wheel.read_bytes()).hexdigest()
     (tmp_path / environment.LOCK).write_text(f"# pip: {wheel.as_uri()}#sha256={digest}\n{LOCK}")
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
-    return tmp_path / ".venv" / "lib" / "python3.11" / "site-packages"
+    return tmp_path / ".venv" / "lib" / PYTHON / "site-packages"
 
 
 def test_a_python_without_ensurepip_gets_the_locked_pip(tmp_path, pip, monkeypatch):
     site = without_ensurepip(tmp_path, monkeypatch, "")
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
-    assert (site / "pip" / "__main__.py").is_file() and pip.commands[-1][1:3] == ["-m", "pip"]
+    assert (site / "pip" / "__main__.py").is_file() and pip.commands[-1][1:3] == [
+        "-Pm",
+        "pip",
+    ]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -477,9 +562,11 @@ def test_the_lock_reads_the_pages_of_the_indices():
 def test_the_words_of_pip_go_to_a_file_and_after_a_failure_to_the_terminal(
     tmp_path, pip, monkeypatch, capsys
 ):
-    def install(command, *_, stdout, **__):
+    run = environment.supervise
+
+    def install(command, *arguments, stdout, **__):
         stdout.write("Collecting no-such-package\n" + "no matching distribution\n" * pip.code)
-        return Ending(pip.code)
+        return run(command, *arguments)
 
     monkeypatch.setattr(environment, "supervise", install)
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
@@ -555,11 +642,12 @@ import os, sys
 from pathlib import Path
 from launch import environment
 
-def create(folder, with_pip):
+def create(folder):
     (folder / "lib/python3/site-packages").mkdir(parents=True)
     (folder / "bin").mkdir()
     (folder / "bin/python").write_text(
-        "#!/bin/sh\\nsleep 300 & echo $$ $! > {pid}.new; mv {pid}.new {pid}; wait"
+        "#!/bin/sh\\n[ $2 = {step} ] || exit 0\\n"
+        "sleep 300 & echo $$ $! > {pid}.new; mv {pid}.new {pid}; wait"
     )
     (folder / "bin/python").chmod(0o755)
 
@@ -578,9 +666,10 @@ sys.exit(environment.exit_code_of(lambda: environment.main("r.txt")))
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
-def test_a_signal_while_pip_installs_ends_pip_and_what_it_started(tmp_path, number, code):
+@pytest.mark.parametrize("step", ["ensurepip", "pip"])
+def test_a_signal_while_pip_installs_ends_pip_and_what_it_started(tmp_path, number, code, step):
     (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
-    program = INSTALLING.format(pid=tmp_path / "pid", root=str(tmp_path))
+    program = INSTALLING.format(pid=tmp_path / "pid", root=str(tmp_path), step=step)
     (tmp_path / environment.LOCK).write_text(LOCK)
     process = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -627,4 +716,4 @@ def test_rich_is_installed_first_where_it_is_missing(tmp_path, pip, monkeypatch)
     monkeypatch.setattr(sys, "path", list(sys.path))
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert [found[-1] for found in pip.lists] == ["no-tool==1.0", "no-such-package==1.0"]
-    assert sys.path[-1] == str(tmp_path / ".venv/lib/python3.11/site-packages")
+    assert sys.path[-1] == str(tmp_path / ".venv/lib" / PYTHON / "site-packages")

@@ -7,6 +7,7 @@ reports ends no run.
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,9 @@ def test_what_fails_after_run_stop_leaves_a_good_run(folder, tmp_path, fault):
     assert word in end["reason"] and bool(word) == bool(end["reason"]), end
     assert (run_dir / "model").is_dir() == saved
     assert not (run_dir / "failure.json").exists() and "Traceback" not in err
+    page = (run_dir / "report.html").read_text()
+    headline = re.search(r'class="banner[^>]*>\s*<strong>(.*?)</strong>', page, re.DOTALL)
+    assert headline and word in headline[1] and (": " in headline[1]) == bool(word), headline[1]
 
 
 @pytest.mark.slow

@@ -252,9 +252,7 @@ def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(
     def execute(run_dir, seed):
         raise error
 
-    code = series.make_attempts(
-        line, tmp_path.parent, tmp_path.name, series.SeriesRequest(1, 0), execute
-    )
+    code = series.make_attempts(line, series.SeriesRequest(1, 0), execute, print)
     (read,) = ledger.read(tmp_path / ledger.NAME)
     (end,) = read.failed
     assert (
@@ -280,7 +278,14 @@ def test_what_fails_in_the_launcher_after_run_stop_is_a_late_error(tmp_path, mon
         raise MemoryError
 
     request = series.SeriesRequest(2, 0)
-    code = series.make_attempts(line, tmp_path.parent, tmp_path.name, request, execute)
+    reported = []
+
+    def report(run_dir):
+        (read,) = ledger.read(tmp_path / ledger.NAME)
+        reported.append(read.ends[len(reported) + 1]["run"] == run_dir.name)
+
+    code = series.make_attempts(line, request, execute, report)
+    assert reported == [True, True], "a page shows what the ledger says of the end"
     (read,) = ledger.read(tmp_path / ledger.NAME)
     assert code == 0 and len(seeds) == len(read.good) == 2 and not read.failed
     assert all("memory" in end["reason"] for end in read.good)

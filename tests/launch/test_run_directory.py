@@ -22,7 +22,7 @@ pytestmark = pytest.mark.quick
 
 def test_run_directories_are_never_reused(tmp_path, monkeypatch):
     monkeypatch.setattr(run_directory, "date", lambda: "20261122-120000")
-    folders = [run_directory.create(tmp_path, "toy", "CPU_1x1", 7) for _ in range(3)]
+    folders = [run_directory.create(tmp_path / "toy", "CPU_1x1", 7) for _ in range(3)]
     assert all((folder / "ranks").is_dir() for folder in folders)
     assert len(set(folders)) == 3 and folders[2].name == "20261122-120000_CPU_1x1_seed7-3"
     monkeypatch.setenv("LOGDIR", str(tmp_path))
@@ -32,7 +32,7 @@ def test_run_directories_are_never_reused(tmp_path, monkeypatch):
 def test_unwritable_results_are_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as caught:
-        run_directory.create(tmp_path / "file", "toy", "CPU_1x1", 7)
+        run_directory.create(tmp_path / "file/toy", "CPU_1x1", 7)
     assert caught.value.exit_code == 17
 
 

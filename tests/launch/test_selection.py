@@ -234,7 +234,7 @@ def found(monkeypatch, tmp_path) -> list:
 def ask(command: str, benchmark: str, words: list[str], capsys) -> list[dict]:
     """Ask a command for its config. Return the configs that `plan` prints."""
     if command == "plan":
-        plan.main(ROOT, benchmark, [*words, "--json"])
+        plan.main(benchmark, [*words, "--json"])
         return [each["config"] for each in json.loads(capsys.readouterr().out).values()]
     if command == "preflight":
         options = preflight.parser(benchmark).parse_args(words)

@@ -19,7 +19,7 @@ from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.paths import ROOT
-from common.training import lora_training
+from common.training import finetuning
 from common.training.log_keys import hyperparameters
 from common.training.run import Run
 from launch.diagnosis import read_result
@@ -164,7 +164,7 @@ def test_no_data_file_is_opened_before_the_clock(tmp_path, processes, monkeypatc
 
 
 def test_a_missing_base_ends_the_run_before_the_clock(tmp_path, processes):
-    with mock.patch.object(train, "base_folder", lambda config, data: (tmp_path / "nowhere", None)):
+    with mock.patch.object(finetuning, "frozen_weights_folder", lambda run: tmp_path / "nowhere"):
         run_dir, error = start(tmp_path, TINY, processes)
     assert (
         error is not None
@@ -175,7 +175,7 @@ def test_a_missing_base_ends_the_run_before_the_clock(tmp_path, processes):
 
 def test_a_base_that_changed_fails_the_run(tmp_path, processes):
     digests = iter([[1], [2]])
-    with mock.patch.object(train, "base_fingerprints", lambda *_: next(digests)):
+    with mock.patch.object(finetuning, "base_fingerprints", lambda *_: next(digests)):
         run_dir, error = start(tmp_path, TINY, processes)
     assert isinstance(error, CheckFailed) and "base changed" in error.what
     assert not (run_dir / "adapter").exists()
@@ -194,7 +194,7 @@ def test_a_run_that_missed_its_target_leaves_its_adapter(tmp_path, processes):
 
 def test_a_run_whose_adapter_cannot_be_saved_is_still_a_success(tmp_path, processes):
     with mock.patch.object(
-        lora_training, "save_peft_adapter", side_effect=StorageError("the disk is full")
+        finetuning, "save_peft_adapter", side_effect=StorageError("the disk is full")
     ):
         run_dir, error = start(tmp_path, TINY, processes)
     assert error is not None and error.exit_code == 17

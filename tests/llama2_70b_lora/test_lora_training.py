@@ -21,7 +21,7 @@ from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.sharding.activation_offload import ActivationOffloader
 from common.sharding.frozen_base import FrozenBase
-from llama2_70b_lora import train
+from common.training.finetuning import assemble_lora, load_random
 
 MODEL = LORA.shape
 FP8 = {"linear": "fp8"}
@@ -55,7 +55,7 @@ def load(processes, folder, layout):
         return got
 
     with mock.patch.object(checkpoint_loader.os, "preadv", counted):
-        assembly, base = train.assemble(
+        assembly, base = assemble_lora(
             lora_config(gpus_per_node=processes.world_size, **FP8),
             LORA,
             processes,
@@ -235,7 +235,7 @@ def test_impossible_configs_are_refused(processes, changes):
 
 def test_random_weights_have_a_standard_deviation_of_0_02(processes):
     base = FrozenBase(MODEL, processes)
-    train.load_random(fused_llama(MODEL, 16), base)
+    load_random(fused_llama(MODEL, 16), base)
     operand = base.forward_weights(1)["gate_up"]
     assert float((operand.rowwise.float() * operand.inverse_scale).std()) == pytest.approx(
         0.02, rel=0.1

@@ -159,9 +159,21 @@ class Payload:
 
     def __init__(self, call, *arguments):
         self.call, self.arguments = call, arguments
+        self.state = None
 
     def __reduce__(self):
-        return self.call, self.arguments
+        return self.call, self.arguments, self.state
+
+
+class Forged:
+    """An array whose object is at the address that the file says."""
+
+    def __reduce__(self):
+        field = {"a": (np.dtype("O"), 0)}
+        dtype = Payload(np.dtype, "V8", False, True)
+        dtype.state = (3, "|", None, ("a",), field, 8, 1, 0)
+        make = np.zeros(1).__reduce__()[0]
+        return make, (np.ndarray, (0,), b"b"), (1, (1,), dtype, False, b"AAAAAAAA")
 
 
 class Loaded(np.ndarray):
@@ -181,6 +193,7 @@ PAYLOADS = {
     "numpy function": lambda marker: Payload(np.save, str(marker), [1]),
     "subclass": lambda marker: np.zeros(3).view(Loaded),
     "structured array": lambda marker: np.zeros(3, [("a", "i4")]),
+    "pointer": lambda marker: Forged(),
     "dates": lambda marker: np.zeros(3, "datetime64[s]"),
 }
 
@@ -222,7 +235,7 @@ def test_nested_pairs_are_refused_in_time(tmp_path, kind, capsys):
     rows[0] = {"input_ids": NESTED[kind](), "loss_mask": [1]}
     np.save(source / "train.npy", rows, allow_pickle=True)
     assert convert_npy(source, tmp_path / "d") == DataError.exit_code
-    assert "refused, nothing was executed" in capsys.readouterr().err
+    assert "row 0: input_ids" in capsys.readouterr().err
 
 
 def test_nested_pairs_as_a_key_are_refused_in_time(tmp_path, monkeypatch, capsys):

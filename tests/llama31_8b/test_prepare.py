@@ -13,9 +13,10 @@ import time
 import numpy as np
 import pytest
 from damage import flip
+from in_this_process import InThisProcess
 
 from common.command_line import exit_code_of
-from common.data import corpus, preparation, verification
+from common.data import corpus, preparation, text_inputs, text_parts, verification
 from common.data.gpt_dataset import TrainData, sequences_in, validation_tokens
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
@@ -135,6 +136,10 @@ def write_inputs(folder):
     return [folder / "a.jsonl", folder / "b.json.gz"]
 
 
+def convert_files(inputs, tokenizer, prefix):
+    return convert.convert(inputs, tokenizer, prefix, "text", 1)
+
+
 def stored_documents(prefix):
     index = Index.read(prefix)
     with index.open_tokens() as tokens:
@@ -170,9 +175,24 @@ def test_convert_stores_each_document_without_bos_or_eos(built, tmp_path):
     assert prepare.main(arguments) == StorageError.exit_code  # nothing is overwritten
 
 
-def test_convert_of_plain_text_makes_a_document_of_each_block(built, tmp_path):
+@pytest.mark.parametrize("part_bytes", [5000, 1 << 20])
+def test_convert_gives_the_same_bytes_by_any_parts(built, tmp_path, monkeypatch, part_bytes):
+    """The bytes are those of the documents one after another, by the tokenizer itself."""
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_inputs, "PART_BYTES", part_bytes)
+    convert_files(write_inputs(tmp_path), built / "tokenizer.model", tmp_path / "p")
+    tokenizer = corpus.load_sentencepiece(built / "tokenizer.model")
+    writer = IndexedDatasetWriter(tmp_path / "expected", tokenizer.vocab_size())
+    for text in TEXTS:
+        writer.add(tokenizer.encode(text))
+    writer.finish()
+    assert same_bytes(tmp_path / "p", tmp_path / "expected")
+
+
+def test_convert_of_plain_text_makes_a_document_of_each_block(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     (tmp_path / "t.txt").write_bytes(b"\n\none\ntwo\n\n \nthree\r\n\r\nfour")
-    convert.convert([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "t", "text")
+    convert_files([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "t")
     tokenizer = corpus.load_sentencepiece(built / "tokenizer.model")
     assert [tokenizer.decode(ids) for ids in stored_documents(tmp_path / "t")] == [
         "one\ntwo",
@@ -193,13 +213,15 @@ if moment == "second replace":
     Path.rename = lambda path, target: end() if renamed else renamed.append(rename(path, target))
 else:
     setattr(IndexedDatasetWriter, moment, end)
-convert.convert(list(map(Path, inputs)), Path(tokenizer), Path(prefix), "text")
+convert.convert(list(map(Path, inputs)), Path(tokenizer), Path(prefix), "text", 1)
 """
 
 
-def test_a_killed_conversion_starts_again(built, tmp_path):
+def test_a_killed_conversion_continues(built, tmp_path, monkeypatch, capsys):
     inputs, tokenizer = write_inputs(tmp_path), built / "tokenizer.model"
-    convert.convert(inputs, tokenizer, tmp_path / "whole", "text")
+    with monkeypatch.context() as patch:
+        patch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+        convert_files(inputs, tokenizer, tmp_path / "whole")
     prefix = tmp_path / "killed"
     for moment in ("add", "finish", "second replace"):
         command = [sys.executable, "-c", KILLED, moment, prefix, tokenizer, *inputs]
@@ -207,8 +229,10 @@ def test_a_killed_conversion_starts_again(built, tmp_path):
         assert not (tmp_path / "killed.idx").exists()
         assert (tmp_path / "killed.bin").exists() == (moment == "second replace")
         assert len(list(tmp_path.glob("killed.bin.*"))) == (moment != "second replace")
-    convert.convert(inputs, tokenizer, prefix, "text")
+    convert_files(inputs, tokenizer, prefix)
+    assert "1 of 1 parts are complete" in capsys.readouterr().err
     assert same_bytes(prefix, tmp_path / "whole")
+    assert not (tmp_path / ".killed.parts").exists()
     assert sorted(tmp_path.glob("killed*")) == [tmp_path / "killed.bin", tmp_path / "killed.idx"]
 
 
@@ -218,15 +242,16 @@ BROKEN = {
     "z.jsonl": (b'{"text": 5}\n', "int"),
     "l.jsonl": (b"[1]\n", "no document"),
     "t.txt": (b"fine\n\nnot fine \xff\n", "line 3: not UTF-8"),
-    "e.jsonl": (b"", "the inputs are empty"),
+    "e.jsonl": (b"", "all texts are empty"),
     "f.jsonl": (b'{"text": ""}\n', "all texts are empty"),
-    "g.jsonl.gz": (gzip.compress(b'{"text": "good"}\n' * 1000)[:-20], "broken gzip"),
-    "h.jsonl.gz": (b"no gzip at all", "broken gzip"),
+    "g.jsonl.gz": (gzip.compress(b'{"text": "good"}\n' * 1000)[:-20], "cannot be read"),
+    "h.jsonl.gz": (b"no gzip at all", "cannot be read"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_input_is_named(built, tmp_path, name, capsys):
+def test_broken_input_is_named(built, tmp_path, name, monkeypatch, capsys):
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     arguments = [
@@ -246,13 +271,14 @@ def test_broken_input_is_named(built, tmp_path, name, capsys):
 def test_an_input_that_changes_while_it_is_converted(built, tmp_path, monkeypatch, capsys):
     source = tmp_path / "a.txt"
     source.write_text("\n\n".join(TEXTS))
-    documents = convert._documents
+    documents = text_parts.documents
 
-    def cut_at_the_end(inputs, key):
-        yield from documents(inputs, key)
+    def cut_at_the_end(*arguments):
+        yield from documents(*arguments)
         os.truncate(source, 1000)
 
-    monkeypatch.setattr(convert, "_documents", cut_at_the_end)
+    monkeypatch.setattr(text_parts, "documents", cut_at_the_end)
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     arguments = ["convert", "--input", str(source), "--tokenizer", str(built / "tokenizer.model")]
     arguments += ["--output-prefix", str(tmp_path / "p")]
     assert prepare.main(arguments) == DataError.exit_code
@@ -262,10 +288,9 @@ def test_an_input_that_changes_while_it_is_converted(built, tmp_path, monkeypatc
 
 def test_unknown_and_missing_inputs_are_refused(built, tmp_path, capsys):
     rest = ["--tokenizer", str(built / "tokenizer.model"), "--output-prefix", str(tmp_path / "p")]
-    assert prepare.main(["convert", "--input", str(tmp_path / "a.parquet"), *rest]) == 2
-    assert (
-        prepare.main(["convert", "--input", str(tmp_path / "a.txt"), *rest]) == DataError.exit_code
-    )
+    (tmp_path / "a.png").write_bytes(b"")
+    assert prepare.main(["convert", "--input", str(tmp_path / "a.png"), *rest]) == 2
+    assert prepare.main(["convert", "--input", str(tmp_path / "a.txt"), *rest]) == 2
     assert ".jsonl" in capsys.readouterr().err
     (tmp_path / "a.txt").write_text("text")
     rest[1] = str(tmp_path)  # a folder

@@ -23,9 +23,8 @@ def convert_on_and_on(folder, tokenizer, ready):
     number = next(n for n in range(10**6) if not index_path(folder / f"p{n}").exists())
     while True:
         ready.touch()
-        convert(
-            [folder / "a.jsonl", folder / "b.json.gz"], tokenizer, folder / f"p{number}", "text"
-        )
+        inputs = [folder / "a.jsonl", folder / "b.json.gz"]
+        convert(inputs, tokenizer, folder / f"p{number}", "text", 1)
         number += 1
 
 
@@ -80,19 +79,19 @@ def contents(folder):
 @pytest.mark.slow
 def test_no_kill_of_convert_leaves_half_a_pair_that_looks_whole(miniature_data, tmp_path):
     inputs, tokenizer, partial = write_inputs(tmp_path), miniature_data / "tokenizer.model", 0
-    convert(inputs, tokenizer, tmp_path / "right", "text")
+    convert(inputs, tokenizer, tmp_path / "right", "text", 1)
     expected = [path(tmp_path / "right").read_bytes() for path in (tokens_path, index_path)]
     # The first conversion also imports.
-    seconds = seconds_of(lambda: convert(inputs, tokenizer, tmp_path / "again", "text"))
+    seconds = seconds_of(lambda: convert(inputs, tokenizer, tmp_path / "again", "text", 1))
     for _ in kills(convert_on_and_on, tmp_path / "ready", seconds, tmp_path, tokenizer):
         whole = [tmp_path / path.stem for path in tmp_path.glob("p*.idx")]
         assert all(
             [path(prefix).read_bytes() for path in (tokens_path, index_path)] == expected
             for prefix in whole
         )
-        partial += any(tmp_path.glob("p*.partial"))
+        partial += any(tmp_path.glob(".p*.parts"))
     assert len(whole) > 5, (
-        "conversions came to an end between the kills, and those that were killed began anew"
+        "conversions came to an end between the kills, and those that were killed continued"
     )
     assert partial > KILLS // 4, "kills hit conversions in the middle"
 

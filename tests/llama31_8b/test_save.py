@@ -28,6 +28,7 @@ from common.model.families import shape_of
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.shapes import RopeScaling
+from common.training import pretraining
 from llama31_8b import train
 from llama31_8b.rules import MINIATURE
 
@@ -51,7 +52,7 @@ def saved_run(processes, folder):
         return made[0]
 
     run_dir = folder / f"run_{processes.rank}"
-    with mock.patch.object(train, "assemble", assemble):
+    with mock.patch.object(pretraining, "assemble_full", assemble):
         facts = run(
             run_dir,
             folder / "data",
@@ -70,7 +71,7 @@ def saved_run(processes, folder):
     }
 
 
-ASSEMBLE = train.assemble
+ASSEMBLE = pretraining.assemble_full
 
 
 def their_logits(folder: Path) -> torch.Tensor:

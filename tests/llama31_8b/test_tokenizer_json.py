@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from common.data import text_parts
 from common.data.gpt_dataset import validation_tokens
 from common.data.indexed_dataset import Index
 from common.errors import ConfigError, DataError
@@ -81,6 +82,8 @@ def convert(files, tokenizer, prefix):
         files / tokenizer,
         "--output-prefix",
         prefix,
+        "--processes",
+        1,
     ]
     return prepare.main(["convert", *map(str, arguments)])
 
@@ -138,6 +141,7 @@ def slow_regex(files, tmp_path):
 def converted(files, tokenizer, folder, text):
     (folder / "in.jsonl").write_text(text)
     arguments = ["--input", folder / "in.jsonl", "--tokenizer", files / tokenizer]
+    arguments += ["--processes", 1]
     return prepare.main(["convert", *map(str, [*arguments, "--output-prefix", folder / "p"])])
 
 
@@ -150,37 +154,46 @@ def test_an_expression_that_backtracks_is_one_error(files, slow_regex, tmp_path,
     assert "slow.json cannot encode" in err and "panicked" not in err
 
 
+def never(texts):
+    if "stop" in texts:
+        time.sleep(600)
+    return [[1, 2, 3] for _ in texts]
+
+
+def never_answers(path):
+    """Return an encoder, in a worker process. Its limits are those of a test."""
+    text_parts.BATCH_FLOOR_S = 1.0
+    text_parts.BATCH_DOCUMENTS = 1
+    return never
+
+
+def ends(path):
+    return lambda texts: os._exit(9)
+
+
 def test_a_tokenizer_without_an_answer_is_ended_and_other_data_stays(
     files, tmp_path, monkeypatch, capfd
 ):
-    def never(texts):
-        if "stop" in texts:
-            time.sleep(600)
-        return [[1, 2, 3] for _ in texts]
-
     assert convert(files, "tokenizer.json", tmp_path / "earlier") == 0
     before = (tmp_path / "earlier.bin").read_bytes()
-    monkeypatch.setattr("llama31_8b.convert._load_tokenizer", lambda path: (never, VOCAB))
-    monkeypatch.setattr("llama31_8b.convert.BATCH_DOCUMENTS", 1)
-    monkeypatch.setattr("llama31_8b.encoder_process.BATCH_FLOOR_S", 1.0)
     text = '{"text": "go"}\n{"text": "stop"}\n'
-    began = time.monotonic()
-    assert converted(files, "tokenizer.json", tmp_path, text) == DataError.exit_code
+    with monkeypatch.context() as patch:
+        patch.setattr("llama31_8b.convert.encoder", never_answers)
+        began = time.monotonic()
+        assert converted(files, "tokenizer.json", tmp_path, text) == DataError.exit_code
     assert time.monotonic() - began < 60
     err = capfd.readouterr().err
-    assert err.count("error:") == 1 and "no answer after 1 s" in err and "backtrack" in err
+    assert err.count("error:") == 1 and "tokenizer.json" in err and "backtrack" in err
     assert (tmp_path / "earlier.bin").read_bytes() == before
     assert not (tmp_path / "p.bin").exists() and not multiprocessing.active_children()
-    monkeypatch.undo()
     assert converted(files, "tokenizer.json", tmp_path, '{"text": "go"}\n') == 0
 
 
 def test_a_tokenizer_whose_process_dies_is_one_error(files, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(
-        "llama31_8b.convert._load_tokenizer", lambda path: (lambda texts: os._exit(9), VOCAB)
-    )
+    monkeypatch.setattr("llama31_8b.convert.encoder", ends)
     assert converted(files, "tokenizer.json", tmp_path, '{"text": "a"}') == DataError.exit_code
-    assert "exit code 9" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert err.count("error:") == 1 and "tokenizer.json ended" in err
 
 
 @pytest.mark.parametrize(

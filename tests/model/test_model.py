@@ -14,8 +14,8 @@ from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.llama import Llama
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
+from common.training.pretraining import assemble_random
 from llama31_8b.rules import CLOSED, MINIATURE
-from llama31_8b.train import assemble
 
 # Some hundred fp32 roundings of 6e-8 lie between input and gradient, in another order than in
 # transformers.
@@ -312,7 +312,7 @@ def test_weights_do_not_depend_on_the_number_of_threads(monkeypatch):
 
 
 def test_weights_do_not_depend_on_the_number_of_ranks(two_ranks, processes):
-    expected = whole(assemble(run_config(), TINY, processes, seed=7).model)
+    expected = whole(assemble_random(run_config(), TINY, processes, seed=7).model)
     plain = whole(initialized(TINY.shape, seed=7, sequence_length=TINY.sequence_length))
     for rank in two_ranks:
         assert rank["initial"].keys() == expected.keys()

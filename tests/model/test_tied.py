@@ -9,7 +9,7 @@ from test_model import assert_near, hugging_face, their_names
 from tiny import TINY, run_config, whole
 
 from common.model.shapes import ModelShape
-from llama31_8b.train import assemble
+from common.training.pretraining import assemble_random
 
 # 61 rows do not divide by 2.
 SHAPE = ModelShape(
@@ -29,7 +29,9 @@ def windows():
 
 def one_step(processes, folder=None):
     """Initial weights, this rank's rows of the gradients, and the weights after a step."""
-    assembly = assemble(run_config(gpus_per_node=processes.world_size), RULES, processes, seed=7)
+    assembly = assemble_random(
+        run_config(gpus_per_node=processes.world_size), RULES, processes, seed=7
+    )
     model, optimizer = assembly.model, assembly.optimizer
     initial = whole(model)
     mine = windows().chunk(processes.world_size)[processes.rank]

@@ -1,5 +1,6 @@
 """Compare 50 steps of open_llama with transformers and AdamW, and with peft, in fp32 on a CPU."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,17 @@ from test_model import hugging_face
 from common import config as configs
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.kernels.cross_entropy import IGNORE_INDEX
+from common.model.checkpoint_loader import load_base
 from common.model.lora import adapter_parameters
 from common.model.peft_adapter import OUTPUT, SPLIT, peft_tensors
 from common.model.shapes import ModelShape
 from common.training.assembly import Batching
+from common.training.finetuning import assemble_lora
 from common.training.loop import train_step
+from common.training.pretraining import assemble_full
 from open_llama.data import training_batches
 from open_llama.rules import Config, rules_of
-from open_llama.train import assemble, learning_rate
+from open_llama.train import learning_rate, load_masters
 
 STEPS, BATCH, LENGTH, VOCAB = 50, 4, 24, 61
 TOLERANCE = 1e-5  # relative, of each loss
@@ -117,7 +121,8 @@ def their_losses(model, config: Config, data_dir: Path) -> list[float]:
 def test_fifty_steps_follow_transformers_and_torch(name, documents, data_dir, tmp_path, processes):
     theirs = their_model(name, tmp_path)
     config = config_of(tmp_path, one_document_per_sequence=documents)
-    assembly, _ = assemble(config, rules_of(config), processes, 1)
+    fill = partial(load_masters, Path(config.weights))
+    assembly = assemble_full(config, rules_of(config), processes, fill)
     ours = our_losses(config, assembly, data_dir, processes)
     expected = their_losses(theirs, config, data_dir)
     assert ours == pytest.approx(expected, rel=TOLERANCE)
@@ -130,7 +135,11 @@ def test_fifty_steps_of_lora_follow_peft(name, data_dir, tmp_path, processes):
     theirs = their_model(name, tmp_path)
     changes = {"lora_rank": 4, "lora_alpha": 8, "opt_base_learning_rate": 1e-2}
     config = config_of(tmp_path, **changes)
-    assembly, _ = assemble(config, rules_of(config), processes, 1)
+
+    def load(model, base):
+        load_base(model, Path(config.weights), frozen=base)
+
+    assembly, _ = assemble_lora(config, rules_of(config), processes, 1, load)
     adapters = adapter_parameters(assembly.model)
     settings = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=[*SPLIT, OUTPUT], task_type="CAUSAL_LM"

@@ -25,7 +25,7 @@ from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape, RopeScaling
-from llama2_70b_lora.train import assemble
+from common.training.finetuning import assemble_lora
 
 SHAPE = ModelShape(2, 32, 48, 4, 2, 61, 10000.0)  # 61 rows of vocabulary do not divide by 2 ranks
 
@@ -179,7 +179,7 @@ def test_the_base_is_loaded_and_adapters_are_not(stored, processes):
         load_base(model, stored[0] / "fused", None, base)
         assert all((parameter == 7.0).all() for parameter in adapter_parameters(model).values())
 
-    assembly, base = assemble(
+    assembly, base = assemble_lora(
         lora_config(gpus_per_node=processes.world_size), LORA, processes, 1, load
     )
     found = {

@@ -11,6 +11,7 @@ import torch
 from common import config as configs
 from common.errors import ConfigError, WeightsError
 from common.model import merged_adapter, saved_model
+from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import write_checkpoint
 from common.model.fused_block import fused_llama
@@ -18,13 +19,15 @@ from common.model.initialization import copy_weight, init_weights
 from common.model.lora import adapter_parameters
 from common.model.peft_adapter import save_peft_adapter
 from common.model.shapes import ModelShape
+from common.training.finetuning import assemble_lora
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
+from common.training.pretraining import assemble_full
 from open_llama import exported_weights, merge
 from open_llama.base_config import CONTEXT, copy_generation_config, kept_entries
 from open_llama.evaluation import add_adapter, default_length, load_model
 from open_llama.rules import Config, rules_of
 from open_llama.tokenizer import RECORD
-from open_llama.train import assemble
+from open_llama.train import load_masters
 
 LENGTH, VOCAB = 24, 64
 SHAPES = {
@@ -150,8 +153,7 @@ def loss_of(model, processes) -> float:
 
 def test_a_run_and_eval_start_from_the_same_weights(folder, processes):
     config = config_of(folder)
-    assembly, base = assemble(config, rules_of(config), processes, 1)
-    assert base is None
+    assembly = assemble_full(config, rules_of(config), processes, partial(load_masters, folder))
     loaded = load_model(folder, LENGTH, torch.device("cpu"))
     assert loss_of(assembly.model, processes) == loss_of(loaded, processes)
 
@@ -160,7 +162,11 @@ def test_a_run_and_eval_start_from_the_same_weights(folder, processes):
 def trained_model(folder, tmp_path, processes):
     """The model of a LoRA run whose adapters, also saved in tmp_path/adapter, are random."""
     config = config_of(folder, lora_rank=4, lora_alpha=10)
-    assembly, _ = assemble(config, rules_of(config), processes, 1)
+
+    def load(model, base):
+        load_base(model, folder, frozen=base)
+
+    assembly, _ = assemble_lora(config, rules_of(config), processes, 1, load)
     adapters = adapter_parameters(assembly.model)
     random = partial(torch.randn, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+from in_this_process import InThisProcess
 from pyarrow import parquet
 
-from common.data import corpus
+from common.data import corpus, text_inputs, text_parts
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import whole_sequences
-from common.data.text_documents import json_documents
+from common.data.text_parts import SPLITS
 from common.errors import ConfigError, DataError, StorageError
-from open_llama import text, text_inputs, text_parts, text_tokenizer
+from open_llama import text_tokenizer
 from open_llama.prepare import main
-from open_llama.text import TOKEN_FILES, prepare_text
-from open_llama.text_parts import SPLITS, Settings
+from open_llama.text import PARTS, TOKEN_FILES, Settings, prepare_text
 from open_llama.tokenizer import RECORD, copy_tokenizer, load_tokenizer, recorded_token_ids
 
 TEXTS = [
@@ -122,37 +122,7 @@ def test_every_kind_of_input_gives_the_same_documents(
     inputs = write_inputs(kind, tmp_path)
     assert prepare(tmp_path / "out", inputs, tokenizer) == expected
     assert (tmp_path / "out/tokenizer.model").read_bytes() == tokenizer.read_bytes()
-    assert not (tmp_path / "out" / text_parts.PARTS).exists()
-
-
-class InThisProcess:
-    """A pool without processes, which would be slow to start. Fails at its `limit`-th task."""
-
-    limit = 10**9
-
-    def __init__(self, processes, context, initializer, arguments):
-        initializer(*arguments)
-        self.done = 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
-    def shutdown(self, **options):
-        pass
-
-    def submit(self, function, *arguments):
-        future = text_parts.Future()
-        self.done += 1
-        try:
-            if self.done > self.limit:
-                raise KeyboardInterrupt
-            future.set_result(function(*arguments))
-        except (Exception, KeyboardInterrupt) as error:
-            future.set_exception(error)
-        return future
+    assert not (tmp_path / "out" / PARTS).exists()
 
 
 def test_the_command_with_two_processes_gives_the_same_documents(tokenizer, expected, tmp_path):
@@ -170,18 +140,18 @@ def test_a_preparation_that_was_stopped_goes_on(tokenizer, expected, tmp_path, m
     monkeypatch.setattr(InThisProcess, "limit", 3)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
-    parts = sorted((tmp_path / "out" / text_parts.PARTS).glob("*.npz"))
+    parts = sorted((tmp_path / "out" / PARTS).glob("*.npz"))
     assert len(parts) == 3
     before = [path.stat().st_mtime_ns for path in parts]
     seen = []
     monkeypatch.setattr(InThisProcess, "limit", 10**9)
-    join = text.join
+    join = text_parts.join
 
     def watched(folder, *arguments):
         seen.extend(path.stat().st_mtime_ns for path in parts)
         return join(folder, *arguments)
 
-    monkeypatch.setattr(text, "join", watched)
+    monkeypatch.setattr(text_parts, "join", watched)
     assert prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer) == expected
     assert seen == before, "complete parts are kept"
 
@@ -442,9 +412,6 @@ def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path):
         for word in words:
             assert word in caught.value.lines()
         assert "Error" not in caught.value.what
-    with pytest.raises(DataError) as caught:
-        list(json_documents([b"{}"], path, "text"))
-    assert "--jsonl-key" in caught.value.do
 
 
 def test_an_error_counts_the_lines_from_the_beginning_of_the_file(tmp_path, monkeypatch):
@@ -453,8 +420,8 @@ def test_an_error_counts_the_lines_from_the_beginning_of_the_file(tmp_path, monk
     path.write_bytes(lines() + b"{}\n" + lines())
     monkeypatch.setattr(text_inputs, "PART_BYTES", 1000)
     with pytest.raises(DataError) as caught:
-        for part in text_inputs.divide([path]):
-            list(text_inputs.documents_of_part(part, "text"))
+        for source in text_inputs.sources_of(path):
+            list(text_inputs.documents(source, "text"))
     assert f"line {len(TEXTS) + 1}:" in caught.value.what
     monkeypatch.setattr(text_tokenizer, "PLACE_BYTES", 100)
     with pytest.raises(DataError) as caught:

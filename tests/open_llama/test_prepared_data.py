@@ -8,17 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_this_process import InThisProcess
 from jobs import job_of
 from test_open_run import CONFIG, MODEL, launch
-from test_prepare_text import InThisProcess
 
-from common.data import corpus, manifest
+from common.data import corpus, manifest, text_inputs, text_parts
 from common.data.indexed_dataset import Index
 from common.data.manifest import FileFacts, facts_of
 from common.errors import DataError, StorageError
 from common.paths import ROOT
 from launch.job import ensure_data
-from open_llama import text_inputs, text_parts
 from open_llama.prepare import main
 from open_llama.tokenizer import TOKENS
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pyarrow
 import pytest
+from in_this_process import InThisProcess
 from pyarrow import parquet
-from test_prepare_text import InThisProcess, documents_in
+from test_prepare_text import documents_in
 
-from common.data import corpus
-from open_llama import text_parts
+from common.data import corpus, text_parts
 from open_llama.prepare import main
 
 TEXTS = [f"Document {number} has {number * 37 % 101} words.\n" for number in range(60)]

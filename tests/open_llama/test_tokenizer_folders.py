@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from test_prepare_text import InThisProcess, documents_in
+from in_this_process import InThisProcess
+from test_prepare_text import documents_in
 
+from common.data import text_parts
 from common.data.indexed_dataset import Index
 from common.errors import ConfigError, DataError, StorageError
-from open_llama import text_parts
 from open_llama.prepare import main
 from open_llama.tokenizer import copy_tokenizer, load_tokenizer
 

@@ -19,6 +19,7 @@ from common.self_test.kernel_cases import Sizes
 from common.self_test.results import SelfTestResult
 from common.training.metrics import ProgressLog
 from common.training.reports import Reports
+from common.training.timed_run import run_self_test
 from llama31_8b.rules import MINIATURE
 
 CPU = torch.device("cpu")
@@ -85,7 +86,7 @@ def test_a_run_shows_and_records_the_engine_that_replaces_another(wrong, monkeyp
     reports = replace(Reports.open(tmp_path, 0), progress=ProgressLog(True, screen))
     rules = SimpleNamespace(shape=None, sequence_length=0, lora_rank=0)
     processes = SimpleNamespace(world_size=1, device=CPU)
-    self_test.run_self_test(None, rules, processes, reports)
+    run_self_test(None, rules, processes, reports)
     (line,) = screen.getvalue().splitlines()
     assert line.startswith("NOTE") and f"{operation} by {name}" in line and "self-test" in line
     event = json.loads((tmp_path / "events.jsonl").read_text())

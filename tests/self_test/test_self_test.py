@@ -18,8 +18,9 @@ from common.self_test import attention, products, run
 from common.self_test.kernel_cases import Sizes
 from common.self_test.kernels import output_db
 from common.self_test.results import OpResult, SelfTestResult
-from common.self_test.run import require_sound, run_self_test, self_test
+from common.self_test.run import require_sound, self_test
 from common.training.metrics import Events
+from common.training.timed_run import run_self_test
 
 pytestmark = pytest.mark.quick
 

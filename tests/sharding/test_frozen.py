@@ -28,7 +28,7 @@ from common.sharding.layer_prefetch import (
     pass_order,
 )
 from common.sharding.side_stream import SideStream
-from llama2_70b_lora import train
+from common.training.finetuning import base_fingerprints
 
 SHAPE = ModelShape(5, 32, 48, 4, 2, 61, 10000.0)
 # Nothing is a multiple of anything: 30 rows of qkv, 14 of gate and up.
@@ -152,7 +152,7 @@ def test_matrices_do_not_overlap_and_begin_aligned():
 def test_the_digest_covers_every_byte_and_scale(processes):
     base = fill(FrozenBase(SHAPE, processes, storage="replicated_both"), SHAPE)
     model = fused_llama(SHAPE, 16).requires_grad_(False)
-    before = train.base_fingerprints(model, base)
+    before = base_fingerprints(model, base)
     assert sum(t.nbytes for t in base.tensors()) == base.stored.nbytes + base.inverse_scales.nbytes
     for tensor in (
         base.stored.view(-1)[-1:],
@@ -160,9 +160,9 @@ def test_the_digest_covers_every_byte_and_scale(processes):
         base.inverse_scales[-1, -1:].view(torch.uint8).view(-1)[:1],
     ):
         tensor ^= 1
-        assert train.base_fingerprints(model, base) != before
+        assert base_fingerprints(model, base) != before
         tensor ^= 1
-    assert train.base_fingerprints(model, base) == before
+    assert base_fingerprints(model, base) == before
 
 
 # ---- prefetching

@@ -3,27 +3,26 @@
 import pytest
 import torch
 
-from common.benchmarks import load_all
+from common.benchmarks import load_all, rules_of
 from common.errors import ConfigError
 from common.paths import ROOT
 from common.sharding import processes, zero
-from llama2_70b_lora import train as lora
-from llama31_8b import train as pretraining
 
 
 def test_compute_has_a_high_priority_only_where_no_nccl_kernel_runs_beside_it():
-    found = {
-        name: pretraining.high_priority_compute(config)
-        for name, config in load_all(ROOT, "llama31_8b").items()
-    }
+    found, lora = (
+        {
+            name: processes.high_priority_compute(config, rules_of(benchmark, config))
+            for name, config in load_all(ROOT, benchmark).items()
+        }
+        for benchmark in ("llama31_8b", "llama2_70b_lora")
+    )
     assert (
         found["H200_1x8"] and found["B200_1x8"] and not found["H100_1x8"] and not found["H200_2x8"]
     )
     assert found["H200_1x1"], "on one GPU nothing is sent"
     assert not any(high for name, high in found.items() if name.startswith("MI"))
-    assert not any(
-        lora.high_priority_compute(config) for config in load_all(ROOT, "llama2_70b_lora").values()
-    )
+    assert lora and not any(lora.values())
 
 
 @pytest.mark.parametrize(

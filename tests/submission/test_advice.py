@@ -18,7 +18,7 @@ from synthetic_run import (
 from common.paths import ROOT
 from submission import report
 from submission.advice import advice, planned_speed
-from submission.run import read_attempt
+from submission.run import Run
 
 pytestmark = pytest.mark.quick
 
@@ -81,7 +81,7 @@ class Planted:
         samples = sample_lines("nvidia-smi", start_s, gpus, self.samples)
         write_json_lines(self.folder / "gpu_samples.jsonl", samples)
         write_json_lines(self.folder / "events.jsonl", self.events)
-        return [each.symptom for each in advice(read_attempt(self.folder / "result.txt"))]
+        return [each.symptom for each in advice(Run.read(self.folder / "result.txt"))]
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_clock_far_below_the_others(run):
     (said,) = run.symptoms()
     assert re.match(r"GPU 7: .*clock 1,400 MHz.* 14%", said)
     run.gpu(0, seconds=1, clock_mhz=1980)  # between two steps
-    (found,) = advice(read_attempt(run.folder / "result.txt"))
+    (found,) = advice(Run.read(run.folder / "result.txt"))
     assert " 15% " in found.worth, "the fastest median, not the highest sample"
 
 
@@ -180,7 +180,7 @@ def test_each_advice_has_all_its_parts_on_the_page_and_in_the_terminal(run, caps
     run.steps(memory_gib=134.0, allocated_gib=110.0, tokens_per_s_per_gpu=0.5 * PLANNED)
     run.events[-1]["slow"] = [0]
     symptoms = run.symptoms()
-    found = advice(read_attempt(run.folder / "result.txt"))
+    found = advice(Run.read(run.folder / "result.txt"))
     assert len(symptoms) == 6 and all(all(each) for each in found)
     assert report.main([str(run.folder)]) == 0
     lines, page = capsys.readouterr().out.splitlines(), (run.folder / "report.html").read_text()
@@ -192,4 +192,4 @@ def test_each_advice_has_all_its_parts_on_the_page_and_in_the_terminal(run, caps
 
 def test_a_run_that_left_nothing_gets_none(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
-    assert advice(read_attempt(tmp_path / "result.txt")) == []
+    assert advice(Run.read(tmp_path / "result.txt")) == []

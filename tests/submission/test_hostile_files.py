@@ -10,7 +10,7 @@ from synthetic_run import LORA
 
 from common.errors import StorageError, write_text
 from submission import check, describe, package, report, score
-from submission.run import read_attempt
+from submission.run import Run
 
 
 def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_a_benchmark_of_a_wrong_type_is_no_traceback(tmp_path, value, capsys):
     synthetic_run.write_records(tmp_path / "result.txt", log)
     assert check.main([str(tmp_path / "result.txt")]) == 20
     assert score.main([str(tmp_path / "result.txt"), "--json"]) == 2
-    assert not read_attempt(tmp_path / "result.txt").converged
+    assert not Run.read(tmp_path / "result.txt").converged
 
 
 @pytest.mark.parametrize("key", ["init_stop", "run_start", "eval_accuracy", "run_stop"])

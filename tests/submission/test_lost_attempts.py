@@ -8,7 +8,7 @@ import synthetic_series as synthetic
 from synthetic_run import LORA
 
 from common.errors import CheckFailed
-from submission import describe, package, package_checks, report, score
+from submission import check, describe, package, package_checks, report, score
 from submission.run import FAILED, GOOD, LOST, NOT_STARTED
 from submission.series import read_series, ten_runs
 
@@ -184,6 +184,26 @@ def test_score_package_and_report_give_one_answer(case, tmp_path, capsys):
         4,
         *range(6, 13),
     )
+
+
+def test_the_logs_alone_give_the_verdicts_and_the_number_of_the_directory(tmp_path, capsys):
+    plans = synthetic.plans(synthetic.evaluations_near_reference(LORA))
+    folder = synthetic.write(tmp_path / "series", LORA, plans)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for index, run in enumerate(read_series([folder]).runs):
+        (alone / f"result_{index}.txt").write_bytes(run.path.read_bytes())
+    capsys.readouterr()
+    found = []
+    for directory in (folder, alone):
+        code = score.main([str(directory), "--json"])
+        scored = json.loads(capsys.readouterr().out)
+        runs = [(run["state"], run["minutes"], run["converged"]) for run in scored["runs"]]
+        codes = code, check.main([str(directory), "--json"])
+        checked = map(json.loads, capsys.readouterr().out.splitlines())
+        verdicts = [log["verdict"] for log in checked if "verdict" in log]
+        found.append((codes, scored["result"], runs, verdicts))
+    assert found[0] == found[1] and found[0][1]["score"] and len(found[0][3]) == 10
 
 
 def test_a_copy_of_a_log_beside_the_ledger_does_not_hide_the_series(tmp_path):

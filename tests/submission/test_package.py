@@ -17,6 +17,7 @@ from log_dialects import dated
 from synthetic_run import LORA, PRETRAINING
 
 from common.errors import CheckFailed, ConfigError
+from common.records.ledger import SeriesRecord
 from common.records.mlperf_log import TOKEN
 from common.training.mllog import EMULATED_KEY, RunLog
 from submission import (
@@ -30,7 +31,7 @@ from submission import (
 )
 from submission.findings import Finding
 from submission.package_checks import PackageRequest
-from submission.run import read_attempt
+from submission.run import Run
 from submission.series import TenRuns, read_series, ten_runs, windows
 
 ROOT = synthetic.ROOT
@@ -859,7 +860,8 @@ def check_log(path: Path) -> None:
     """Check the log as `package` does, in a project with its config."""
     project = synthetic_run.project_root(path.parent)
     request = PackageRequest({}, path, path, synthetic.ORG, root=project)
-    package_checks.check_log(request, read_attempt(path, 1, {"seed": 1}))
+    series = SeriesRecord(starts={1: {"seed": 1}})
+    package_checks.check_log(request, Run.read(path, 1, series))
 
 
 def test_complaints_that_every_failed_run_causes_are_accepted(failed_log):

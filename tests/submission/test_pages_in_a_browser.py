@@ -76,16 +76,24 @@ def pages(tmp_path_factory):
         "comparison": (runs[0] / "compared_with_two.html", 3),
         "series": (series / "report.html", 1),
         "runs": (root / "report.html", 0),
-        "measurement": (_measurement(root / "measurement"), 0),
+        "measurement": (_measurement(root / "measurement"), 2),
     }
 
 
 def _measurement(folder):
-    """The page of a measurement of `throughput`, with more columns than a phone shows."""
+    """The page of a measurement of `throughput`, with more columns than a phone shows.
+
+    Its charts have logarithmic axes, and its bars a name as long as the path of a model.
+    """
     heads = ("call", *(f"column {number}" for number in range(9)))
     rows = tuple((f"shape {row}", *("123.4" for _ in heads[1:])) for row in range(10))
     numbers = (False, *(True for _ in heads[1:]))
-    table = Section("Matrix products", "measured here", heads, numbers, rows)
+    blocks = []
+    for log in ({"x": 2}, {"x": 10, "y": 10}):
+        curve = Curve("all-reduce", [(4.0**power, 3.0**power) for power in range(6)], dots=True)
+        blocks.append(html.chart("GB/s", "MiB", [curve], log=log))
+    blocks.append(html.bars("tokens/s", [(f"/data/{'models/' * 20}qwen3", 23456.7, "bf16")]))
+    table = Section("Matrix products", "measured here", heads, numbers, rows, charts=tuple(blocks))
     folder.mkdir()
     throughput_report.write(folder, "gemm · H200 · 2026-11-23", [table])
     return folder / "page.html"

@@ -100,6 +100,14 @@ def test_package_refuses_the_logs_of_a_rehearsal_under_another_name(project, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_a_name_that_no_log_may_have_is_refused(project, tmp_path):
+    """RunLog writes the invented logs, too. The RCP checker would misread this name."""
+    with pytest.raises(ConfigError) as caught:
+        rehearse(project, tmp_path / "out", "--benchmark", NAMES[0], "--org", "eval_error")
+    assert "eval_error" in caught.value.what and "RCP" in caught.value.why
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_series_of_miniatures_gives_seeds_and_outcomes(project, tmp_path, capsys):
     attempts = [*synthetic.plans([2, 3]), *synthetic.plans([4], fails="missed")]

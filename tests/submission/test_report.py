@@ -27,7 +27,7 @@ from common.records.run_states import NO_END, words
 from llama31_8b import rules
 from submission import rcp, report
 from submission.figures import figures_of
-from submission.run import read_attempt
+from submission.run import Run
 from submission.series import read_series, ten_runs
 
 pytestmark = pytest.mark.quick
@@ -182,7 +182,7 @@ def test_step_time_and_speed_are_those_of_the_same_steps(run_dir):
         lines[-1] |= {"tokens_per_s_per_gpu": rate, "tflops_per_gpu": rate / 1e3, "mfu": None}
     lines.append(step_event(10, 160, step_time_ms=100))  # of a record that was not written
     (run_dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    figures = figures_of(read_attempt(run_dir / "result.txt"))
+    figures = figures_of(Run.read(run_dir / "result.txt"))
     assert figures["step, ms"] == 200.0
     assert figures["tokens/s/GPU"] == pytest.approx(8192 / 0.2)
     assert figures["TFLOP/s/GPU"] == pytest.approx(8.192 / 0.2)
@@ -216,9 +216,18 @@ def test_the_page_that_the_launcher_writes_before_the_ledger_gives_the_reason(ru
     start(run_dir / "result.txt").block_start(0)
     failure = {"kind": "interrupted", "exit_code": 143, "what": "stopped by signal 15"}
     entry = {"attempt": 1, "run": run_dir.name, "seed": 1}
-    assert read_attempt(run_dir / "result.txt", 1, entry).reason == NO_END
+    series = ledger.SeriesRecord(starts={1: entry})
+    assert Run.read(run_dir / "result.txt", 1, series).reason == NO_END
     (run_dir / "failure.json").write_text(json.dumps(failure))
-    assert read_attempt(run_dir / "result.txt", 1, entry).reason == "stopped by signal 15"
+    assert Run.read(run_dir / "result.txt", 1, series).reason == "stopped by signal 15"
+
+
+def test_a_good_run_whose_launcher_lives_has_no_reason_yet(run_dir):
+    entry = {"attempt": 1, "run": run_dir.name, "seed": 1}
+    series = ledger.SeriesRecord(starts={1: entry})
+    run = Run.read(run_dir / "result.txt", 1, series, alive=True)
+    assert (run.state, run.cause) == ("success", "")
+    assert Run.read(run_dir / "result.txt", 1, series).cause == NO_END
 
 
 def test_phases_of_a_run_that_broke_off_come_from_its_log(run_dir):

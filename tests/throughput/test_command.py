@@ -39,7 +39,10 @@ def three_lines(capsys) -> list[str]:
         (["gemm", "--device", "cpu", "--shape", "12x0x3"], "--shape 12x0x3"),
         (["gemm", "--device", "cpu", "--shape", f"{'9' * 5000}x1x1"], "--shape 99"),
         (["suite", "--device", "cpu", "--gpus", "1,99999"], "--gpus 99999"),
-        (["settings", "--out", "ignored"], "--out"),
+        (["gpt", "--device", "cpu", "--batch", "max"], "--batch max"),
+        (["flux", "--device", "cpu", "--batch", "max"], "--batch max"),
+        (["llama", "--device", "cpu", "--batch", "max"], "--batch max"),
+        (["tiles", "--out", "ignored"], "--out"),
     ],
 )
 def test_bad_input_is_one_error_in_three_lines(capsys, tmp_path, arguments, said):
@@ -48,6 +51,15 @@ def test_bad_input_is_one_error_in_three_lines(capsys, tmp_path, arguments, said
         == 2
     )
     assert said in three_lines(capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "new"), [(["settings"], "tiles"), (["llama", "--tune", "1"], "--search")]
+)
+def test_a_word_of_earlier_versions_is_refused_with_the_new_one(capsys, words, new):
+    assert main(words) == 2
+    what, why, do = three_lines(capsys)
+    assert words[:2][-1] in what and new in why + do
 
 
 def test_without_words_it_lists_the_measurements(capsys):
@@ -178,6 +190,18 @@ def test_the_help_of_batch_names_max_only_if_it_is_accepted(what):
     ] or [None]
     if batch is not None:
         assert ("max" in batch.help) == (batch.type is shared_options.count_or_max)
+
+
+@pytest.mark.parametrize(("device", "steps"), [("cuda", 100), ("cpu", 5)])
+def test_a_default_may_depend_on_the_device(device, steps):
+    parser = parser_of("mlp")
+    assert "100, on a CPU 5" in parser.format_help()
+    chosen = parser.parse_args(["--device", device])
+    shared_options.use_defaults(chosen)
+    assert chosen.steps == steps
+    chosen = parser.parse_args(["--device", device, "--steps", "7"])
+    shared_options.use_defaults(chosen)
+    assert chosen.steps == 7
 
 
 def test_gpus_and_device_must_be_there():

@@ -5,7 +5,7 @@ import gc
 import json
 import math
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,10 +14,12 @@ from ranks import call_on_ranks
 from common.errors import ConfigError, OutOfMemory, RankLost
 from common.estimate.memory import largest
 from common.measure import published
+from common.measure.files import write_json
 from throughput import __main__ as throughput_command
-from throughput import flux, flux_rank
+from throughput import flux, flux_rank, shared_options
 from throughput.flux_model import Flux, FluxShape
 from throughput.flux_rank import FluxRequest, build, synthetic_batch, train_step, try_batch
+from throughput.ranks import read_request
 from throughput.result import Result
 
 TINY = replace(flux.TINY, double_blocks=1, single_blocks=1)
@@ -27,7 +29,9 @@ REQUEST = FluxRequest("cpu", TINY, 2, 3, 5, 2, 1, 1, 1)
 def options(**changes) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     flux.add_arguments(parser)
-    return argparse.Namespace(**vars(parser.parse_args([])) | {"device": "cuda"} | changes)
+    given = argparse.Namespace(**vars(parser.parse_args([])) | {"device": "cuda"} | changes)
+    shared_options.use_defaults(given)
+    return given
 
 
 def result_of(folder, **machine) -> Result:
@@ -132,7 +136,7 @@ def one_rank_runs_out(processes, folder):
         return velocity
 
     Flux.forward = forward
-    return flux_rank.measure_batches(replace(REQUEST, batch=0), processes, folder / "measured.json")
+    return flux_rank.measure_batches(replace(REQUEST, batch=0), processes, folder)
 
 
 @pytest.mark.slow
@@ -190,9 +194,9 @@ def test_a_batch_that_fits_in_the_first_step_only_does_not_fit(processes, monkey
 
 
 def test_what_was_tried_is_written_before_the_timed_steps_run_out(processes, monkeypatch, tmp_path):
-    monkeypatch.setattr(flux_rank, "step_ms", lambda *arguments: out_of_memory(None))
+    monkeypatch.setattr(flux_rank, "slowest_ms", lambda *arguments: out_of_memory(None))
     with pytest.raises(torch.OutOfMemoryError):
-        flux_rank.measure_batches(REQUEST, processes, tmp_path / "measured.json")
+        flux_rank.measure_batches(REQUEST, processes, tmp_path)
     assert json.loads((tmp_path / "measured.json").read_text()) == {"tried": [[2, 0]], "batch": 2}
 
 
@@ -363,7 +367,6 @@ def test_defaults_are_the_published_ones():
         {"layers": [3, 4, 5]},
         {"recompute": 58},
         {"recompute": -1},
-        {"device": "cpu", "batch": "max"},
     ],
 )
 def test_what_is_refused(changes):
@@ -372,5 +375,5 @@ def test_what_is_refused(changes):
 
 
 def test_the_request_reaches_the_ranks_unchanged(tmp_path):
-    REQUEST.write(tmp_path / "request.json")
-    assert FluxRequest.read(tmp_path / "request.json") == REQUEST
+    write_json(tmp_path / "request.json", asdict(REQUEST))
+    assert read_request(tmp_path, FluxRequest) == REQUEST

@@ -1,11 +1,10 @@
-"""Test the links between GPUs, parsed from the output of drivers, and their rows and picture."""
+"""Test the links between GPUs, parsed from the output of drivers, and their rows and table."""
 
 import sys
 
 import pytest
 
-from common.measure import page
-from common.measure.report import drawing_of
+from common.measure import report
 from throughput import links, scaling
 
 pytestmark = pytest.mark.quick
@@ -136,11 +135,13 @@ def test_a_pair_has_what_the_driver_says_and_what_was_measured():
     }
 
 
-def test_the_picture_shows_each_gpu_link_and_speed():
+def test_the_page_shows_each_link_and_speed():
     copies = [[i, j, 100.0 + 10 * i + j, True] for i, j in OF_NVIDIA]
-    drawing = drawing_of(scaling.LINKS.plots[0], scaling.LINKS, links.rows(OF_NVIDIA, copies), {})
-    svg = str(page.svg(drawing))
-    texts = [part.partition("<")[0] for part in svg.split(">")]
-    assert texts.count("0") == texts.count("2") == 3  # in the circle, at a row and at a column
-    assert {f"{100 + 10 * i + j}" for i, j in OF_NVIDIA} <= set(texts)
-    assert {"NV18", "SYS", "NODE"} <= set(texts)
+    rows = links.rows(OF_NVIDIA, copies)
+    _, table = report.charts_of(scaling.LINKS.plots[0], scaling.LINKS, rows, {})
+    assert table["heads"] == ("GPU", "0", "1", "2")
+    assert table["table"] == [
+        ("0", "", "101 NV18", "102 SYS"),
+        ("1", "110 NV18", "", "112 NODE"),
+        ("2", "120 SYS", "121 NODE", ""),
+    ]

@@ -17,7 +17,7 @@ from common.measure import published
 from common.paths import ROOT
 from llama31_8b.rules import Config
 from throughput import __main__ as command
-from throughput import llama, llama_case, memory
+from throughput import llama, llama_case, memory, shared_options
 from throughput.result import Result, TimedRow, read
 
 pytestmark = pytest.mark.quick
@@ -32,16 +32,18 @@ def options(**changes) -> argparse.Namespace:
         lora=False,
         layers=None,
         precision="bf16",
-        seq=None,
+        seq=shared_options.ByDevice(8192, 128),
         batch=None,
         gpus=[1],
         device="cuda",
         steps=2,
         warmup=1,
-        tune=None,
+        search=None,
         resume=False,
     )
-    return argparse.Namespace(**default | changes)
+    given = argparse.Namespace(**default | changes)
+    shared_options.use_defaults(given)
+    return given
 
 
 def case(kind: GpuKind | None = H200, gpus: int = 8, **changes) -> llama_case.LlamaCase:
@@ -144,8 +146,6 @@ def test_wrong_options_are_refused():
         case(model="gpt-2")
     with pytest.raises(ConfigError, match="--model miniature"):
         case(model="miniature")
-    with pytest.raises(ConfigError, match="--batch max"):
-        case(None, 1, device="cpu", batch="max")
 
 
 def test_a_model_that_the_host_cannot_hold_is_refused_before_it_starts(monkeypatch):
@@ -252,6 +252,9 @@ def test_a_given_batch_is_tried_once_and_another_failure_ends_the_measurement(re
     runs_up_to(0, monkeypatch)
     llama.measure(options(model="qwen3-4b", batch=2, seq=4096), result)
     assert [row["error"] for row in result.rows] == ["out of memory"]
+    runs_up_to(0, monkeypatch, fails=ValueError)  # such an error is a row, and not tried again
+    llama.measure(options(model="qwen3-4b", batch="max", seq=4096), result)
+    assert len(result.rows) == 2 and "ValueError" in result.rows[1]["error"]
     runs_up_to(0, monkeypatch, fails=DataError)
     with pytest.raises(DataError):
         llama.measure(options(model="qwen3-4b", batch=2, seq=4096), result)

@@ -8,8 +8,8 @@ from page import Page
 
 from common.command_line import Parser
 from common.errors import ConfigError, DataError, RunError
-from common.measure import report
-from common.measure.tables import Column, Drawing, Plot, PublishedValues, Table
+from common.measure import charts, report
+from common.measure.tables import Column, Plot, PublishedValues, Table
 from throughput import compare, result
 from throughput.result import Result
 from throughput.timing import kernel_ms, spread, step_ms
@@ -138,30 +138,29 @@ def test_the_page_stands_alone_in_both_color_schemes(tmp_path):
     made.finish()
     text = (tmp_path / "a" / "page.html").read_text()
     page = Page(text)
-    assert page.tags.count("svg") == 2 and all(link.startswith("#") for link in page.links)
+    (chart,) = page.charts
+    assert chart["series"][0]["data"] == [[128, 256], [128, 256]]
+    assert text.count('<figure class="bars">') == 1 and page.links == []
     assert (
         "prefers-color-scheme: dark" in text
         and 'name="viewport"' in text
         and "step &lt; time" in text
         and "default-src 'none'" in text
     )
-    assert "var(--text)" in text and "#0a0b0c" not in text
-    assert "<script" not in text and "@import" not in text and "url(http" not in text
+    assert "@import" not in text and "url(http" not in text
 
 
-def test_without_matplotlib_there_is_a_table_and_a_line_how_to_make_the_page(
+def test_without_jinja2_there_is_a_table_and_a_line_how_to_make_the_page(
     tmp_path, monkeypatch, capsys
 ):
     made = opened(tmp_path / "a")
     made.add(ROW | {"samples_per_s": 1.0})
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)
-        patch.delitem(sys.modules, "common.measure.page", raising=False)
-        patch.delattr("common.measure.page", raising=False)
+        patch.setitem(sys.modules, "jinja2", None)
         made.finish()
     assert (tmp_path / "a" / "table.md").is_file() and not (tmp_path / "a" / "page.html").exists()
     out = capsys.readouterr().out
-    assert "matplotlib" in out and f"throughput compare {tmp_path / 'a'}" in out
+    assert "jinja2" in out and f"throughput compare {tmp_path / 'a'}" in out
     assert compared(tmp_path / "a") == 0
     assert (tmp_path / "a" / "page.html").is_file()
 
@@ -198,7 +197,7 @@ def test_compare_puts_results_beside_each_other(tmp_path):
         f"| {name} | bf16 | 128 | 100.0 | - | - |" in lines
         and f"| {name} | bf16 | 512 | - | 400.0 | - |" in lines
     )
-    assert Page((tmp_path / "both" / "page.html").read_text()).tags.count("svg") == 1
+    assert '<figure class="bars">' in (tmp_path / "both" / "page.html").read_text()
     with pytest.raises(ConfigError, match="contains files"):
         compared(one, two, "--out", tmp_path / "both")
 
@@ -238,34 +237,32 @@ def test_compare_refuses_what_is_no_result_or_another_measurement(tmp_path):
 # --- plots and times ------------------------------------------------------------------------------
 
 
-def test_a_roofline_is_drawn_with_and_without_peaks():
-    from common.measure import page
-
+@pytest.mark.parametrize("peaks", [[], [["peak of H200: 989", 989.4]]])
+def test_a_roofline_has_the_fastest_product_of_each_shape_and_the_roofs(peaks):
     plot = Plot("roofline", "Roofline", "intensity", "tflops", "precision")
-    points = ((100.0, 50.0, "bf16"), (900.0, 600.0, "fp8"))
-    for peaks in ([], [["peak of H200: 989", 989.4]]):
-        drawing = Drawing(
-            plot,
-            ("FLOP/byte", "TFLOP/s"),
-            points,
-            {"bandwidth": ["copy: 4,000 GB/s", 4.0], "peaks": peaks},
-        )
-        text = page.svg(drawing)
-        assert "copy: 4,000 GB/s" in text and ("peak of H200" in text) == bool(peaks)
+    points = [(100.0, 60.0, "bf16"), (100.0, 50.0, "bf16"), (900.0, 600.0, "fp8")]
+    roofs = {"bandwidth": ["copy: 4,000 GB/s", 4.0], "peaks": peaks}
+    (block,) = charts.blocks(plot, ("FLOP/byte", "TFLOP/s"), points, roofs)
+    chart = block["chart"]
+    curves = {curve["name"]: curve["data"] for curve in chart["series"]}
+    assert chart["log"] == {"x": 10, "y": 10}
+    assert curves["bf16"] == [[100.0], [60.0]] and curves["fp8"] == [[900.0], [600.0]]
+    (start, end), (low, high) = curves["copy: 4,000 GB/s"]
+    assert (low, high) == (4 * start, 4 * end)
+    assert high == pytest.approx(989.4 if peaks else 600.0)
+    if peaks:
+        assert curves["peak of H200: 989"] == [[pytest.approx(247.35), 1800.0], [989.4, 989.4]]
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_a_bar_has_room_beside_the_longest_name():
-    from common.measure import page
-
-    plot, path = (
-        Plot("bars", "Tokens/s", "model", "tokens_per_s", "precision"),
-        f"/data/{'models/' * 20}qwen3/config.json",
-    )
-    text = page.svg(
-        Drawing(plot, ("Model", "Tokens/s"), ((path, 10.0, "bf16"), ("qwen3-8b", 10.0, "bf16")), {})
-    )
-    assert "qwen3/config.json<" in text and "qwen3-8b<" in text and path not in text
+def test_bars_are_in_proportion_and_carry_their_numbers():
+    plot = Plot("bars", "Tokens/s", "model", "tokens_per_s", "precision")
+    points = [("8b", 2000.0, "bf16"), ("8b", 1000.0, "fp8"), ("70b", 20.0, "fp8")]
+    (block,) = charts.blocks(plot, ("Model", "Tokens/s"), points, {})
+    assert block["label"] == "Tokens/s" and list(block["colors"]) == ["bf16", "fp8"]
+    (first, second), (third,) = block["bars"].values()
+    widths = [float(bar[0].rstrip("%")) for bar in (first, second, third)]
+    assert widths == [pytest.approx(widths[0] * part, abs=0.1) for part in (1, 0.5, 0.01)]
+    assert (first[1], third[1]) == ("2,000.0", "20.0000") and second[2] == third[2] != first[2]
 
 
 def test_times_are_milliseconds_of_calls_that_count():
@@ -304,7 +301,7 @@ def test_bars_of_one_model_are_told_apart_by_further_columns():
     rows = [
         {"model": "8b", "seq": seq, "rate": 1e7 / seq, "precision": "bf16"} for seq in (4096, 8192)
     ]
-    drawing = report.drawing_of(
-        plot, table, [*rows, {"model": "8b", "seq": 16384, "error": "out of memory"}], {}
-    )
-    assert drawing is not None and [x for x, _, _ in drawing.points] == ["8b, 4,096", "8b, 8,192"]
+    failed = {"model": "8b", "seq": 16384, "error": "out of memory"}
+    (block,) = report.charts_of(plot, table, [*rows, failed], {})
+    assert list(block["bars"]) == ["8b, 4,096", "8b, 8,192"]
+    assert report.charts_of(plot, table, [failed], {}) == []

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from ranks import call_on_ranks
 
-from common.benchmarks import measured_in, trainer_of
 from common.errors import ConfigError, OutOfMemory, RunError
 from common.kernels.accumulate import accumulate_reference
-from common.measure import page, report
+from common.measure import report
+from common.measure.files import write_json
 from common.sharding.processes import start_processes
 from common.sharding.reduce_scatter import Shard
 from throughput import gpt_model, scaling, scaling_rank
 from throughput.__main__ import main
 from throughput.gpt_model import SIZES, STAND_INS, GptShape, Size
-from throughput.ranks import LocalReduceScatter
+from throughput.ranks import LocalReduceScatter, read_request, run_request
 from throughput.result import Result
 from throughput.scaling_rank import ScalingRequest
 
@@ -44,7 +44,7 @@ def result(tmp_path):
 
 
 def test_two_ranks_measure_all_parts():
-    found, error = scaling.run_request(REQUEST, 2)
+    found, error = run_request("throughput.scaling_rank", REQUEST, 2, {}, scaling.LIMIT_S)
     assert error is None
     for part in ("DDP", "ZeRO-2"):
         assert (
@@ -61,7 +61,8 @@ def test_two_ranks_measure_all_parts():
 @pytest.mark.slow
 def test_a_part_that_fails_leaves_those_before_it(result):
     impossible = replace(GPT, shape=replace(GPT.shape, num_heads=5))
-    found, error = scaling.run_request(replace(REQUEST, gpt=impossible), 1)
+    request = replace(REQUEST, gpt=impossible)
+    found, error = run_request("throughput.scaling_rank", request, 1, {}, scaling.LIMIT_S)
     assert found.keys() == {"collectives", "ZeRO-2"} and isinstance(error, RunError)
     # One rank sends nothing.
     assert found["collectives"] == [] and found["ZeRO-2"]["alone_ms"] == []
@@ -141,8 +142,7 @@ def test_a_rank_keeps_its_own_rows_of_its_own_gradient(tmp_path):
 
 def test_the_llama_leaves_its_memory_to_the_gpt(monkeypatch):
     left = []
-    trainer = trainer_of(measured_in("full"))
-    assemble = trainer.assemble_random
+    assemble = scaling_rank.assemble_random
 
     def watch(*arguments, **keywords):
         assembly = assemble(*arguments, **keywords)
@@ -152,7 +152,7 @@ def test_the_llama_leaves_its_memory_to_the_gpt(monkeypatch):
         )
         return assembly
 
-    monkeypatch.setattr(trainer, "assemble_random", watch)
+    monkeypatch.setattr(scaling_rank, "assemble_random", watch)
     scaling_rank.measure_zero_2(REQUEST, start_processes("cpu", 60.0))
     gc.collect()
     assert len(left) > 20 and not any(reference() is not None for reference in left)
@@ -269,19 +269,17 @@ def test_sizes_are_drawn_on_a_logarithmic_axis_and_numbers_of_gpus_are_not(resul
         result,
     )
     rows_of(result, {gpus: found_in(100.0) for gpus in (1, 2, 4, 8)})
-    powers_of_two = {}
+    bases = {}
     for table in (scaling.SCALING, scaling.COLLECTIVES):
-        drawing = report.drawing_of(table.plots[0], table, report.rows_of(table, result.data), {})
-        powers_of_two[table.name] = "2^{" in page.svg(drawing)
-    assert powers_of_two == {"scaling": False, "collectives": True}
+        rows = report.rows_of(table, result.data)
+        (block,) = report.charts_of(table.plots[0], table, rows, {})
+        bases[table.name] = block["chart"]["log"]
+    assert bases == {"scaling": {}, "collectives": {"x": 2}}
 
 
 def test_a_request_survives_its_file(tmp_path):
-    REQUEST.write(tmp_path / "request.json")
-    assert asdict(ScalingRequest.read(tmp_path / "request.json")) == {
-        **asdict(REQUEST),
-        "collective_bytes": [2**12, 2**13],
-    }
+    write_json(tmp_path / "request.json", asdict(REQUEST))
+    assert read_request(tmp_path, ScalingRequest) == REQUEST
 
 
 def options(**changes) -> argparse.Namespace:
@@ -333,11 +331,11 @@ def test_the_counts_are_measured_one_after_the_other(result, monkeypatch):
     counts = []
     times = itertools.count(100)
 
-    def run_request(request, count):
+    def run_request(module, request, count, *_):
         counts.append(count)
         return found_in(next(times)) | {"collectives": []}, None
 
-    monkeypatch.setattr(scaling, "run_request", run_request)
+    monkeypatch.setattr(scaling.ranks, "run_request", run_request)
     scaling.measure(options(gpus=[2, 1, 2]), result)
     assert counts == [1, 2] and [(row["strategy"], row["gpus"]) for row in result.rows] == [
         *(("DDP", 1), ("ZeRO-2", 1), ("DDP", 2), ("ZeRO-2", 2))

@@ -18,7 +18,7 @@ from common.paths import ROOT
 from common.records.published import RESULTS
 from common.text_tables import markdown
 from launch.plan import scaling
-from launch.plan.command import all_table, kinds_table, target_line
+from launch.plan.plans import ALL, all_plans, kinds_table, plans_table, target_line
 from launch.plan.scaling_table import HEAD as SCALING_HEAD
 from launch.plan.scaling_table import row as scaling_row
 from launch.profilers import TOOLS
@@ -284,24 +284,20 @@ def one_log_table(round_: str) -> str:
 
 def plan_table(benchmark: str, *gpus: str) -> str:
     """Return the table of `plan --all` for the configs of these GPU kinds."""
-    chosen = {
-        name: config for name, config in load_all(ROOT, benchmark).items() if config.gpu in gpus
-    }
-    return "".join(
-        f"{line}\n" for line in all_table(benchmark, chosen).splitlines() if line.startswith("|")
-    )
+    plans = [plan for plan in all_plans(benchmark) if plan.config.gpu in gpus]
+    return f"{plans_table(ALL, plans)}\n"
 
 
 def plan_page(benchmark: str) -> str:
     """Return `plan --all`, and the settings of one config on every kind of GPU."""
-    loaded = load_all(ROOT, benchmark)
-    eight = loaded["H200_1x8"]
+    plans = all_plans(benchmark)
+    (eight,) = (plan for plan in plans if plan.source == "H200_1x8")
     parts = [
         f"\n## {benchmark}: all configs",
-        all_table(benchmark, loaded),
+        plans_table(ALL, plans),
         f"## {benchmark}: the settings of `H200_1x8.toml` on 8 GPUs of every kind",
-        kinds_table(benchmark, eight),
-        target_line(benchmark, eight),
+        kinds_table(eight),
+        target_line(eight),
     ]
     return "\n\n".join(parts) + "\n\n"
 

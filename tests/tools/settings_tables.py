@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import tomllib
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ def keys_table() -> str:
     rows = [key_row(field, "all", shared) for field in fields(RunConfig)]
     for benchmark in sorted(names()):
         config = importlib.import_module(f"{benchmark}.rules").Config
-        comments = comments_of(ROOT / benchmark / "rules.py", "Config")
+        comments = comments_of(Path(inspect.getfile(config)), config.__name__)
         rows += [
             key_row(field, benchmark, comments)
             for field in fields(config)

@@ -21,7 +21,7 @@ from common.errors import ConfigError, StorageError, TargetMissed, WeightsError
 from common.kernels.fp8 import INVERSE, SCALE
 from common.model import saved_model
 from common.model.shapes import ModelShape
-from common.training import checkpoint, continuation, loop, timed_run
+from common.training import checkpoint, continuation, loop, pretraining, timed_run
 from common.training.checkpoint import Checkpoints
 from common.training.continuation import (
     CHECKPOINTS_FOLDER,
@@ -37,11 +37,10 @@ from common.training.continuation import (
 )
 from common.training.metrics import Events, ProgressLog
 from common.training.mllog import RunLog
+from common.training.pretraining import assemble_random
 from common.training.reports import Reports
 from common.training.run import Run
-from llama31_8b import train as trainer
 from llama31_8b.rules import MINIATURE
-from llama31_8b.train import assemble
 from submission.examined_log import examine
 
 # A batch that 1, 2 and 3 ranks divide: evaluations at steps 3, 6 and 9, the last; with "2" the
@@ -104,7 +103,7 @@ def checkpoints_of(processes, run_dir, config=None, rules=TINY, **changes):
     } | changes
     run = Run(benchmark="llama31_8b", config=config, rank=processes.rank, **asked)
     reports = Reports(RunLog(None), Events(None), ProgressLog(False), mock.Mock())
-    checkpoints = Checkpoints(run, reports, assemble(config, rules, processes, 1), processes)
+    checkpoints = Checkpoints(run, reports, assemble_random(config, rules, processes, 1), processes)
     checkpoints.record_data()
     return checkpoints
 
@@ -681,7 +680,7 @@ def test_data_that_are_replaced_after_they_were_opened_are_recorded_as_they_were
     (name,) = (name for name in MINIATURE.data_files if "train" in name and name.endswith(".bin"))
     path = tmp_path / "data" / name
     before = data_record(path.parent, MINIATURE.data_files)
-    open_data = trainer.open_data
+    open_data = pretraining.open_token_files
 
     def open_and_replace(*arguments):
         opened = open_data(*arguments)
@@ -695,7 +694,7 @@ def test_data_that_are_replaced_after_they_were_opened_are_recorded_as_they_were
         monkeypatch.setattr(loop, "train", replace_and_train)
         return opened
 
-    monkeypatch.setattr(trainer, "open_data", open_and_replace)
+    monkeypatch.setattr(pretraining, "open_token_files", open_and_replace)
     run(tmp_path / "run", path.parent, checkpoint="1", **SIZES | {"gpus_per_node": 1})
     assert data_record(path.parent, MINIATURE.data_files) != before
     assert newest(tmp_path / "run").facts[DATA_FILES] == before
@@ -703,14 +702,14 @@ def test_data_that_are_replaced_after_they_were_opened_are_recorded_as_they_were
 
 def test_data_that_change_while_they_are_opened_are_refused(processes, tmp_path, monkeypatch):
     write_data(tmp_path / "data")
-    open_data = trainer.open_data
+    open_data = pretraining.open_token_files
 
     def replace_and_open(*arguments):
         for path in (tmp_path / "data").glob("*validation*.bin"):
             path.write_bytes(path.read_bytes()[::-1])
         return open_data(*arguments)
 
-    monkeypatch.setattr(trainer, "open_data", replace_and_open)
+    monkeypatch.setattr(pretraining, "open_token_files", replace_and_open)
     sizes = SIZES | {"gpus_per_node": 1}
     ended = run(tmp_path / "run", tmp_path / "data", checkpoint="1", **sizes)
     assert ended.error == "data" and "validation" in ended.message
@@ -741,7 +740,7 @@ def change_facts(**changes):
 
 # name -> (function that damages a checkpoint's folder, words of the reason; "": any reason)
 DAMAGE = {
-    "a bit flipped": (flip, "not those that were saved"),
+    "a bit flipped": (flip, "differ from the saved"),
     "a file cut short": (cut, ""),
     "a file missing": (lambda folder: (folder / "rank_1.safetensors").unlink(), ""),
     "an empty file": (lambda folder: (folder / "rank_0.safetensors").write_bytes(b""), ""),

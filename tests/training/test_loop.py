@@ -32,11 +32,10 @@ from common.model.linear_layers import LinearLayers
 from common.sharding.optimizer import UPDATE_RULES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
-from common.training import loop
+from common.training import loop, pretraining, timed_run
 from common.training.assembly import Assembly
 from common.training.loop import next_token_pairs, rank_micro_batches
 from common.training.metrics import Meter
-from llama31_8b import train as trainer
 from llama31_8b.rules import CLOSED
 from submission import check, compliance_checker, official_tools
 from submission.examined_log import examine
@@ -511,7 +510,7 @@ def closed_data(tmp_path_factory):
 def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
     """The log of the real trainer, loop and RunLog; of the run only the model is not real."""
 
-    def assemble(config, rules, processes, seed):
+    def assemble(config, rules, processes, fill_masters):
         model = Scripted(losses)
         make_rule = UPDATE_RULES["adamw"](rules, "reference", torch.float32)
         return Assembly(
@@ -531,9 +530,9 @@ def closed_log(run_dir, data_dir, losses, global_batch_size, **rules):
     }
     changes |= {"opt_learning_rate_warmup_steps": 16}
     # At the 8B's shapes it takes a GPU.
-    untested = mock.patch.object(trainer, "run_self_test")
+    untested = mock.patch.object(timed_run, "run_self_test")
     with (
-        mock.patch.object(trainer, "assemble", assemble),
+        mock.patch.object(pretraining, "assemble_full", assemble),
         mock.patch.dict("os.environ", {"CACHE_CLEARED": "yes"}),
         untested,
     ):

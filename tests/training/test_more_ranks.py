@@ -8,6 +8,7 @@ import torch
 from common.kernels.fp8 import INVERSE, SATURATED, SCALE
 from common.kernels.quantize import quantize_reference
 from common.model.linear_layers import DelayedScaling
+from common.training import pretraining, timed_run
 from llama31_8b import train
 
 
@@ -54,10 +55,10 @@ def test_each_rank_of_the_8b_rounds_with_numbers_of_its_own(monkeypatch, tmp_pat
     seeds = set()
     for rank in range(8):
         processes = SimpleNamespace(rank=rank, device=torch.device("cpu"))
-        monkeypatch.setattr(train.timed_run, "start", lambda *arguments, found=processes: found)
-        monkeypatch.setattr(train.timed_run, "log_submission", lambda *arguments: None)
-        monkeypatch.setattr(train, "sequences_in", lambda *arguments: 1)
-        monkeypatch.setattr(train, "attention_backends", stop)
+        monkeypatch.setattr(timed_run, "start", lambda *arguments, found=processes: found)
+        monkeypatch.setattr(timed_run, "log_submission", lambda *arguments: None)
+        monkeypatch.setattr(pretraining, "sequences_in", lambda *arguments: 1)
+        monkeypatch.setattr(timed_run, "attention_backends", stop)
         from synthetic_run import PRETRAINING
 
         run = SimpleNamespace(

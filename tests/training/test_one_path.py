@@ -8,10 +8,9 @@ from tiny import LORA, TINY
 
 from common.config import load
 from common.paths import ROOT
+from common.training import finetuning, pretraining
 from llama2_70b_lora import rules as lora_rules
-from llama2_70b_lora import train as lora
 from llama31_8b import rules as pretraining_rules
-from llama31_8b import train as pretraining
 
 pytestmark = pytest.mark.quick
 
@@ -24,8 +23,8 @@ def assembled(benchmark, name, processes):
     config_class = pretraining_rules.Config if benchmark == "llama31_8b" else lora_rules.Config
     config = load(ROOT / "configs" / benchmark / f"{name}.toml", config_class)
     if benchmark == "llama31_8b":
-        return pretraining.assemble(config, replace(TINY, shape=SHAPE), processes, 1)
-    return lora.assemble(config, replace(LORA, shape=SHAPE), processes, 1, lora.load_random)[0]
+        return pretraining.assemble_random(config, replace(TINY, shape=SHAPE), processes, 1)
+    return finetuning.assemble_random(config, replace(LORA, shape=SHAPE), processes, 1)
 
 
 def classes(assembly):

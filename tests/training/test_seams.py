@@ -5,8 +5,6 @@ names them: the rules select the update rule, and the config key `linear` select
 """
 
 import json
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,13 +21,13 @@ from common.config import load
 from common.estimate.memory import activation_bytes, state_bytes
 from common.estimate.workload import benchmark_workload
 from common.kernels.fp8 import QuantizedTensor
-from common.linear_formats import FORMATS, LinearFormat, linear_format
+from common.linear_formats import FORMATS, LinearFormat
 from common.model.linear_layers import LinearLayers
 from common.paths import ROOT
 from common.sharding.optimizer import UPDATE_RULES
 from common.training.continuation import CHECKPOINTS_FOLDER
+from common.training.pretraining import assemble_random
 from llama31_8b.rules import Config, Rules
-from llama31_8b.train import assemble
 
 MOMENTUM = 0.5
 
@@ -125,10 +123,8 @@ def plugged_in():
         UPDATE_RULES,
         sgd=lambda rules, kernels, dtype: partial(SgdMomentum, rules.gradient_clip_norm),
     )
-    linear_format.cache_clear()
     with sgd, mock.patch.dict(FORMATS, rounded12=ROUNDED):
         yield
-    linear_format.cache_clear()
 
 
 @pytest.fixture
@@ -139,7 +135,9 @@ def plugged():
 
 def one_step(processes):
     """Weights before and after one step with known gradients, and the norm of these."""
-    assembly = assemble(run_config(gpus_per_node=processes.world_size), RULES, processes, seed=7)
+    assembly = assemble_random(
+        run_config(gpus_per_node=processes.world_size), RULES, processes, seed=7
+    )
     before = whole(assembly.model)
     products = [
         (parameter * known_gradient(name, parameter.shape)).sum()
@@ -262,25 +260,3 @@ def test_the_plan_counts_the_bytes_of_the_format(plugged):
         == 2 * work.shape.num_layers * work.shape.matrix_parameters
     )
     assert activation_bytes(config, work)["SwiGLU output"] == 2 * work.shape.ffn_hidden_size
-
-
-def test_a_run_in_fp8_imports_no_emulated_format():
-    program = (
-        "import sys, llama31_8b.train, llama2_70b_lora.train\n"
-        "from common.linear_formats import FORMATS\n"
-        "from common.model.linear_layers import linear_layers\n"
-        "for name in sys.argv[1:]:\n"
-        "    linear_layers(FORMATS[name])\n"
-        "print([name for name in sys.modules if 'emulated' in name or 'block_formats' in name])\n"
-    )
-    found = []
-    for names in (["bf16", "fp8"], ["mxfp4"]):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *names],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found.append(done.stdout.strip())
-    assert found[0] == "[]" and "emulated_layers" in found[1]

@@ -14,8 +14,8 @@ from common.model.checkpoint_writer import write_checkpoint
 from common.training import warmup
 from common.training.assembly import Batching
 from common.training.loop import train_step
+from common.training.pretraining import assemble_random
 from common.training.warmup import synthetic_batches, warm_up
-from llama31_8b.train import assemble
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +24,7 @@ BATCHING = Batching(8, 2)
 
 @pytest.fixture
 def assembly(processes):
-    return assemble(run_config(), TINY, processes, seed=1)
+    return assemble_random(run_config(), TINY, processes, seed=1)
 
 
 def run(assembly, processes) -> str:
@@ -68,7 +68,7 @@ def test_weights_moments_and_generators_are_restored(assembly, processes, monkey
 
 def test_a_loaded_weight_may_hold_negative_zeros(assembly, processes, tmp_path):
     """A step at learning rate 0 would change their sign bits."""
-    source = assemble(run_config(), TINY, processes, seed=1).model
+    source = assemble_random(run_config(), TINY, processes, seed=1).model
     with torch.no_grad():
         source.head.output.weight[:, ::2] = -0.0
     write_checkpoint(source, tmp_path)
@@ -80,12 +80,16 @@ def test_a_loaded_weight_may_hold_negative_zeros(assembly, processes, tmp_path):
 
 def test_two_models_of_one_seed_have_one_digest_and_another_seed_another(processes):
     torch.manual_seed(0)
-    digests = [run(assemble(run_config(), TINY, processes, seed), processes) for seed in (1, 1, 2)]
+    digests = [
+        run(assemble_random(run_config(), TINY, processes, seed), processes) for seed in (1, 1, 2)
+    ]
     assert digests[0] == digests[1] != digests[2]
 
 
 def test_training_after_warm_up_is_training_without_it(processes):
-    plain, warm, untrained = (assemble(run_config(), TINY, processes, seed=1) for _ in range(3))
+    plain, warm, untrained = (
+        assemble_random(run_config(), TINY, processes, seed=1) for _ in range(3)
+    )
     run(warm, processes)
     for assembly in (plain, warm):
         source = synthetic_batches(TINY.shape.vocab_size, TINY.sequence_length, processes, 4)

@@ -10,24 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from common.atomic_write import write_whole
-from common.errors import ConfigError, StorageError
+from common.errors import ConfigError, write_text
 
 PREFIX = "PYTORCH_TUNABLEOP_"
 TUNE_AGAIN = "tune again, see docs/gemm_tuning.md"
 Key = tuple[str, str]  # operation with dtypes and layouts, parameters with sizes and strides
-
-
-@dataclass(frozen=True)
-class TunedFile:
-    """The content of a tuned file."""
-
-    validators: dict[str, str]  # library -> version
-    # GEMM -> its solution, and the milliseconds as text ("" if the file does not give them).
-    solutions: dict[Key, tuple[str, str]]
 
 
 def per_gpu(name: str | Path, gpus: int) -> list[Path]:
@@ -57,46 +46,60 @@ def configured(env: Mapping[str, str], gpus: int) -> list[Path]:
     return per_gpu(env[PREFIX + "FILENAME"], gpus)
 
 
-def read_tuned(path: Path) -> TunedFile:
-    """Return the content of the tuned file at `path`.
+def read_tuned(path: Path, here: Mapping[str, str]) -> dict[Key, str]:
+    """Return the solutions in the tuned file at `path`.
 
-    Raises ConfigError if it is missing, lacks versions or solutions, or has a line that torch would
-    skip without an error.
+    `here`: versions of this machine's libraries. Raises ConfigError if the file is missing, was
+    tuned with other versions, lacks solutions, or has a line that torch would skip without an
+    error.
     """
-    validators: dict[str, str] = {}
-    solutions: dict[Key, tuple[str, str]] = {}
+    versions: dict[str, str] = {}
+    solutions: dict[Key, str] = {}
     for number, parts in enumerate(_rows(path), start=1):
         if parts[0] == "Validator" and len(parts) == 3:
-            validators[parts[1]] = parts[2]
+            versions[parts[1]] = parts[2]
         elif _is_gemm(parts) and len(parts) >= 3:
-            solutions[parts[0], parts[1]] = (parts[2], parts[3] if len(parts) > 3 else "")
+            solutions[parts[0], parts[1]] = ",".join(parts[2:])
         else:
             raise ConfigError(
                 f"{path} line {number} is invalid", f"it reads: {','.join(parts)[:80]}", TUNE_AGAIN
             )
-    if not validators or not solutions:
-        missing = "library versions" if not validators else "solutions"
+    if not versions or not solutions:
+        missing = "library versions" if not versions else "solutions"
         raise ConfigError(
             f"{path} has no {missing}", "it is truncated or not a tuned file", TUNE_AGAIN
         )
-    return TunedFile(validators, solutions)
+    _require_same_versions(path, versions, here)
+    return solutions
 
 
-def write_tuned(path: Path, tuned: TunedFile) -> None:
-    """Write a tuned file atomically. Raises StorageError."""
-    lines = [f"Validator,{name},{version}" for name, version in sorted(tuned.validators.items())]
-    lines += [
-        ",".join((*key, *filter(None, value))) for key, value in sorted(tuned.solutions.items())
+def _require_same_versions(path: Path, tuned: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raise ConfigError if a library's version differs. The error names all of them."""
+    differences = [
+        f"{name} was {tuned.get(name, 'absent')}, is {here.get(name, 'absent')}"
+        for name in sorted(tuned.keys() | here.keys())
+        if tuned.get(name) != here.get(name)
     ]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, ("\n".join(lines) + "\n").encode())
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}",
-            "an existing file at this path is unchanged",
-            "free space, or name another file with --out",
-        ) from None
+    if differences:
+        raise ConfigError(
+            f"{path} was tuned with other versions: {'; '.join(differences)}",
+            "its solutions are indices into lists of those versions; "
+            "torch ignores such a file with only a warning",
+            "tune again (docs/gemm_tuning.md), use the old container, "
+            f"or remove {PREFIX}* from the config's [env]",
+        )
+
+
+def write_tuned(path: Path, versions: Mapping[str, str], solutions: Mapping[Key, str]) -> None:
+    """Write a tuned file atomically. Raises StorageError."""
+    lines = [f"Validator,{name},{version}" for name, version in sorted(versions.items())]
+    lines += [",".join((*key, solution)) for key, solution in sorted(solutions.items())]
+    write_text(path, "\n".join(lines) + "\n")
+
+
+def recorded_files(folder: Path) -> list[Path]:
+    """Return the files in which TunableOp recorded GEMMs, one for each rank."""
+    return sorted(folder.glob("untuned*.csv"))
 
 
 def read_recorded(folder: Path) -> list[Key]:
@@ -105,7 +108,7 @@ def read_recorded(folder: Path) -> list[Key]:
     Raises ConfigError if there are none.
     """
     recorded: set[Key] = set()
-    for path in folder.glob("untuned*.csv"):
+    for path in recorded_files(folder):
         recorded |= {(row[0], row[1]) for row in _rows(path) if _is_gemm(row)}
     if not recorded:
         raise ConfigError(
@@ -114,28 +117,6 @@ def read_recorded(folder: Path) -> list[Key]:
             "run `gemms record` first",
         )
     return sorted(recorded)
-
-
-def require_same_versions(path: Path, tuned: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raise ConfigError if a library's version differs. The error names all of them.
-
-    `tuned`: versions in the tuned file at `path`. `here`: versions on this machine.
-    """
-    names = sorted(name for name in tuned.keys() | here.keys() if tuned.get(name) != here.get(name))
-    if names:
-        differences = "; ".join(
-            f"{name} was {tuned.get(name, 'absent')}, is {here.get(name, 'absent')}"
-            for name in names
-        )
-        why = (
-            "its solutions are indices into lists of those versions; "
-            "torch ignores such a file with only a warning"
-        )
-        do = (
-            "tune again (docs/gemm_tuning.md), use the old container, "
-            f"or remove {PREFIX}* from the config's [env]"
-        )
-        raise ConfigError(f"{path} was tuned with other versions: {differences}", why, do)
 
 
 def _is_gemm(parts: list[str]) -> bool:

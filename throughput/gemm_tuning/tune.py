@@ -22,10 +22,10 @@ from torch import Tensor
 from common.errors import PreflightError
 from throughput.gemm_tuning.tunable_op_files import (
     Key,
-    TunedFile,
     per_gpu,
+    read_recorded,
     read_tuned,
-    require_same_versions,
+    recorded_files,
     write_tuned,
 )
 
@@ -152,29 +152,28 @@ def relative_error(computed: Tensor, truth: Tensor) -> float:
     return float((computed.double() - truth).norm() / truth.norm())
 
 
-def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Iterator[str]:
-    """Tune and check every GEMM of `recorded`, then write `out` once for each GPU of a node.
+def tune(folder: Path, out: Path, gpus: int, device: torch.device) -> Iterator[str]:
+    """Tune and check every GEMM recorded in `folder`, and write `out` for each GPU of a node.
 
     Yields a line for each GEMM, and a summary. An existing file of the same versions is extended.
     Raises ConfigError if its versions differ, PreflightError if nothing was tuned.
     """
-    validators = versions()
+    recorded = read_recorded(folder)
     files = per_gpu(out, gpus)
-    solutions: dict[Key, tuple[str, str]] = {}
+    solutions: dict[Key, str] = {}
     if files[0].exists():
-        before = read_tuned(files[0])
-        require_same_versions(files[0], before.validators, validators)
-        solutions = {key: value for key, value in before.solutions.items() if key not in recorded}
+        before = read_tuned(files[0], versions())
+        solutions = {key: solution for key, solution in before.items() if key not in recorded}
     yield f"tuning {len(recorded)} GEMMs"
-    tuned = _tuned(recorded)
+    tuned = _tuned(recorded_files(folder))
     for key in recorded:
         wrong = fault(key, device) if key in tuned else "TunableOp does not tune it offline"
         if wrong:
             outcome = f"{wrong}; the default solution is kept"
         else:
             solution, milliseconds = tuned[key]
-            solutions[key] = (solution, f"{milliseconds:.6g}")
-            outcome = " ".join(solutions[key])
+            outcome = f"{solution},{milliseconds:.6g}"
+            solutions[key] = outcome
         yield f"{','.join(key)}: {outcome}"
     tunable.enable(False)
     if not solutions:
@@ -183,14 +182,15 @@ def tune(recorded: list[Key], out: Path, gpus: int, device: torch.device) -> Ite
             "the lines above give the reason for each GEMM",
             "nothing was written",
         )
+    out.parent.mkdir(parents=True, exist_ok=True)
     for path in files:
-        write_tuned(path, TunedFile(validators, solutions))
+        write_tuned(path, versions(), solutions)
     count = sum(key in solutions for key in recorded)
     yield f"{count} of {len(recorded)} GEMMs tuned and checked; {files[0]} has {len(solutions)}"
 
 
-def _tuned(recorded: list[Key]) -> dict[Key, tuple[str, float]]:
-    """Let TunableOp tune the recorded GEMMs. Return its table, as `results` does."""
+def _tuned(paths: list[Path]) -> dict[Key, tuple[str, float]]:
+    """Let TunableOp tune the GEMMs in its recorded files. Return its table, as `results` does."""
     tunable.enable(True)
     tunable.tuning_enable(True)
     tunable.record_untuned_enable(False)
@@ -199,7 +199,6 @@ def _tuned(recorded: list[Key]) -> dict[Key, tuple[str, float]]:
     # TunableOp also writes its own file, here a temporary one with unchecked solutions.
     with tempfile.TemporaryDirectory() as folder:
         tunable.set_filename(str(Path(folder, "results.csv")))
-        path = Path(folder, "untuned.csv")
-        path.write_text("".join(f"{','.join(key)}\n" for key in recorded))
-        tunable.tune_gemm_in_file(str(path))
+        for path in paths:
+            tunable.tune_gemm_in_file(str(path))
     return results()

@@ -37,17 +37,20 @@ function lastValues(spec) {
 
 const separatePoints = spec => spec.series.every(curve => curve.scatter);
 
-// Curves begin at 0 in x. Separate points fill the chart. In both, a range can be selected. The target lies within y.
+// Curves begin at 0 in x, unless the axis is logarithmic. Separate points fill the chart. In both, a range can be selected. The target lies within y.
 function ranges(spec) {
+  const bases = spec.log || {};
+  const scale = base => base ? {distr: 3, log: base} : {};
   const xs = spec.series.flatMap(curve => curve.data[0]);
   const [start, end] = [Math.min(...xs), Math.max(...xs)];
   const last = Math.max(end, ...(spec.band || []).filter(x => x < 2 * end));
-  const whole = separatePoints(spec) ? uPlot.rangeNum(start, end, 0.08, false) : [Math.min(0, start), last * 1.02 || 1];
+  const whole = bases.x ? uPlot.rangeLog(start, end, bases.x, false) : separatePoints(spec) ? uPlot.rangeNum(start, end, 0.08, false) : [Math.min(0, start), last * 1.02 || 1];
   const y = (plot, low, high) => {
     const all = [low, high, spec.target].filter(value => value != null);
+    if (bases.y) return uPlot.rangeLog(low, high, bases.y, false);
     return uPlot.rangeNum(Math.min(...all), Math.max(...all), 0.08, false);
   };
-  return {x: {time: false, range: (plot, low, high) => low === plot.data[0][0] && high === plot.data[0].at(-1) ? whole : [low, high]}, y: {range: y}};
+  return {x: {...scale(bases.x), time: false, range: (plot, low, high) => low === plot.data[0][0] && high === plot.data[0].at(-1) ? whole : [low, high]}, y: {...scale(bases.y), range: y}};
 }
 
 function draw(figure) {
@@ -58,14 +61,15 @@ function draw(figure) {
     ...(curve.scatter ? {paths: () => null} : {}),
     points: {show: curve.dots || curve.data[0].length === 1, size: 7, fill: curve.color}, value: (plot, value) => short(value),
   }));
+  // uPlot leaves some ticks of a logarithmic axis without a text: null.
   const ticks = (plot, values, index, space, step) => {
-    const maximumFractionDigits = Math.max(0, 1 - Math.floor(Math.log10(step)));
-    return values.map(value => value.toLocaleString("en", {maximumFractionDigits}));
+    const maximumFractionDigits = spec.log ? 3 : Math.max(0, 1 - Math.floor(Math.log10(step)));
+    return values.map(value => value == null ? "" : value.toLocaleString("en", {maximumFractionDigits}));
   };
   const room = (plot, values) => 14 + 7 * Math.max(...(values || [""]).map(text => text.length));
   const plot = figure.plot = new uPlot({
     ...size(), series: [{label: spec.x, value: (plot, value) => short(value)}, ...series], scales: ranges(spec),
-    axes: [axis({label: spec.x, labelSize: 18, size: 28, space: 80}), axis({size: room, values: ticks})], plugins: [levels(spec), lastValues(spec)],
+    axes: [axis({label: spec.x, labelSize: 18, size: 28, space: 80, ...(spec.log ? {values: ticks} : {})}), axis({size: room, values: ticks})], plugins: [levels(spec), lastValues(spec)],
     cursor: {sync: spec.sync ? {key: spec.sync, setSeries: true} : undefined, focus: {prox: 24}}, focus: {alpha: 0.25},
   }, uPlot.join(spec.series.map(curve => curve.data)), figure);
   new ResizeObserver(() => figure.clientWidth === plot.width || plot.setSize(size())).observe(figure);

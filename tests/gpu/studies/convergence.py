@@ -37,10 +37,10 @@ from common.model.shapes import LLAMA31_8B, ModelShape
 from common.sharding.processes import Processes, start_processes
 from common.training.assembly import Batching
 from common.training.loop import next_token_pairs, train_step
+from common.training.pretraining import assemble_random
 from common.training.schedules import warmup_cosine
 from llama31_8b import prepare
 from llama31_8b.rules import CLOSED, MINIATURE, Config
-from llama31_8b.train import assemble
 
 SHAPE = replace(LLAMA31_8B, num_layers=2, vocab_size=MINIATURE.shape.vocab_size)
 SEQUENCE, BATCH = 1024, 8  # 8,192 tokens per step
@@ -113,7 +113,7 @@ def train_losses(
     lr_at = warmup_cosine(LEARNING_RATE, LEARNING_RATE / 10, WARMUP_STEPS, steps)
     losses: list[Tensor] = []
     with attention_backends(processes.device.type):
-        assembly = assemble(config, rules, processes, seed)
+        assembly = assemble_random(config, rules, processes, seed)
         on_device = (torch.from_numpy(batch).to(processes.device) for batch in batches)
         for step in range(steps):
             loss, _ = train_step(

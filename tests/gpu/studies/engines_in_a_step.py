@@ -24,14 +24,15 @@ import torch
 
 from common import config as configs
 from common import engines
-from common.benchmarks import config_class, rules_of, trainer_of
+from common.benchmarks import config_class, rules_of
 from common.engines import ATTENTION, PRODUCTS, SWIGLU, VARIABLES
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends, attention_engine
 from common.kernels.fp8 import product_engine
 from common.kernels.swiglu import swiglu_engine
 from common.paths import ROOT
-from common.sharding.processes import start_processes
+from common.sharding.processes import high_priority_compute, start_processes
+from common.training import finetuning, pretraining
 from common.training.assembly import Batching
 from common.training.loop import train_step
 from common.training.warmup import synthetic_batches
@@ -99,11 +100,11 @@ def main() -> None:
     rules = rules_of(args.benchmark, config)
     layers = args.layers or LAYERS[args.benchmark]
     rules = replace(rules, shape=replace(rules.shape, num_layers=layers))
-    trainer = trainer_of(args.benchmark)
-    processes = start_processes("cuda", 600.0, trainer.high_priority_compute(config))
+    training = finetuning if rules.lora_rank else pretraining
+    processes = start_processes("cuda", 600.0, high_priority_compute(config, rules))
     pin(ROWS[0])
     with attention_backends("cuda"):
-        assembly = trainer.assemble_random(config, rules, processes, 1)
+        assembly = training.assemble_random(config, rules, processes, 1)
         model = assembly.model
         batches = synthetic_batches(
             model.shape.vocab_size, model.max_sequence_length, processes, config.micro_batch_size

@@ -1,4 +1,4 @@
-"""Triton kernels that emulate the formats of common/kernels/block_formats.py, for long studies.
+"""Triton kernels that emulate the formats of block_formats.py, for long studies.
 
 Each element is read and written once. The results are equal to those of the emulation in plain
 torch bit for bit, with three exceptions: stochastic rounding draws other random numbers, a Hadamard
@@ -12,19 +12,18 @@ from __future__ import annotations
 
 from functools import cache
 
+import block_formats
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from common.kernels import block_formats
-from common.kernels.block_formats import (
+from block_formats import (
     HADAMARD_SIZE,
     LARGEST_BLOCK_SCALE,
     LEAST_TENSOR_SCALE,
     BlockFormat,
     Element,
 )
+from torch import Tensor
 
 ROWS, COLUMNS, WARPS = 64, 64, 4  # of a tile
 
@@ -218,7 +217,7 @@ PLAIN, PLAIN_HADAMARD = block_formats.emulate, block_formats.hadamard
 
 
 def install(device: torch.device, side: int = 1024) -> str:
-    """Let the package use these functions instead of its own.
+    """Let emulated_layers.py use these functions instead of the plain ones.
 
     Return a text with the number of elements that they round differently in each format, among
     side x side normal numbers, as they are and transformed.

@@ -37,17 +37,17 @@ from common.model.lora import adapter_parameters
 from common.model.shapes import LLAMA2_70B, ModelShape
 from common.sharding.processes import Processes, start_processes
 from common.training.assembly import Batching
+from common.training.finetuning import assemble_lora
 from common.training.loop import train_step
+from common.training.pretraining import assemble_random
 from common.training.schedules import cosine_to_zero, warmup_cosine
 from llama2_70b_lora import miniature
 from llama2_70b_lora.data import read_rows, train_batches
 from llama2_70b_lora.miniature import BASE_SEQUENCE, base_batches
 from llama2_70b_lora.miniature_task import library_texts
 from llama2_70b_lora.rules import MINIATURE, Config
-from llama2_70b_lora.train import assemble
 from llama31_8b.rules import CLOSED as PRETRAINING
 from llama31_8b.rules import Config as PretrainingConfig
-from llama31_8b.train import assemble as assemble_for_pretraining
 
 VOCAB = MINIATURE.shape.vocab_size
 BATCH, SEED = 8, 1
@@ -86,7 +86,7 @@ def train_base(size: Size, data_dir: Path, folder: Path, steps: int, processes: 
         "opt_learning_rate_warmup_steps": 20,
     }
     config = PretrainingConfig(gpu=size.gpu, **ONE, **batch, **rates)  # type: ignore[arg-type]
-    assembly = assemble_for_pretraining(config, rules, processes, SEED)
+    assembly = assemble_random(config, rules, processes, SEED)
     tokenizer = corpus.load_sentencepiece(data_dir / "base" / "tokenizer.model")
     batches = (
         batch.to(processes.device)
@@ -125,7 +125,7 @@ def fine_tune(
         load_base(model, folder, None, base)
 
     def fresh():
-        return assemble(config, rules, processes, SEED, load)[0]
+        return assemble_lora(config, rules, processes, SEED, load)[0]
 
     rows = read_rows(data_dir, "train", MINIATURE)
     batches: Iterator[Tensor] = (

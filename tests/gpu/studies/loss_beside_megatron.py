@@ -37,8 +37,8 @@ from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
 from common.model.shapes import ModelShape
 from common.sharding.processes import start_processes
+from common.training import pretraining
 from common.training.schedules import warmup_cosine
-from llama31_8b import train
 from llama31_8b.rules import CLOSED
 
 SEED = 1
@@ -66,7 +66,7 @@ def learning_rates(steps: int) -> Callable[[int], float]:
 
 
 def ours(name: str, shape: ModelShape, steps: int, text: Path) -> list[float]:
-    train.init_weights = rounded_weights  # type: ignore[attr-defined]
+    pretraining.init_weights = rounded_weights  # type: ignore[attr-defined]
     options = {"linear": "fp8"} if name.startswith("FP8") else {}
     config = config_of(options)
     batches = text_batches(text, steps, shape.vocab_size, SEED)

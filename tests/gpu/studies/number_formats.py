@@ -12,7 +12,7 @@ be repeated 4.7 times in 500 steps, enough for 436 million weights to memorize t
 
 Block formats are emulated (docs/number_formats.md), so only the losses are meaningful. The times
 say nothing about a GPU with hardware support. The emulation is that of fast_emulation.py. The study
-first prints how many elements it rounds differently from the package's emulation.
+first prints how many elements it rounds differently from block_formats.py.
 
 All formats of a seed use the same weights, sequences and schedule, so the differences from bf16
 are paired by seed. The study finishes a seed before it begins the next, and starts no run that
@@ -24,7 +24,7 @@ For one long pair, with the text of documentation_text.py:
     --only "bf16;FP8" --layers 4 --steps 3000 --micro-batches 4 --seeds 1
         --text DIR/documentation_text_document
 
-`--small` runs a tiny version on a CPU, with the package's emulation, to check the program.
+`--small` runs a tiny version on a CPU, with the emulation in plain torch, to check the program.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import convergence
+import emulated_layers
 import fast_emulation
 import torch
 from convergence import SHAPE, config_of, text_batches, train_losses
@@ -78,10 +79,14 @@ Curves = dict[str, dict[str, list[float]]]  # recipe -> seed -> loss of each ste
 
 
 def options_of(name: str, steps: int) -> dict[str, object]:
+    """Return the keys of a recipe. Its format is then one that a config may name."""
     healed, share = HEALED
-    if name != healed:
-        return RECIPES[name]
-    return {"linear": f"{RECIPES[name]['linear']} until step {round(share * steps)}, then fp8"}
+    options = RECIPES[name]
+    if name == healed:
+        options = {"linear": f"{options['linear']} until step {round(share * steps)}, then fp8"}
+    if options.get("linear", "fp8") != "fp8":
+        emulated_layers.install(str(options["linear"]))
+    return options
 
 
 def prepare_text(data_dir: Path) -> Path:

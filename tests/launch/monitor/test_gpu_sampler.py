@@ -24,7 +24,7 @@ from launch import run
 from launch.monitor import gpu_sampler as sampler
 from launch.selection.machine import Machine
 from submission import gpu_samples, report
-from submission.run import read_attempt
+from submission.run import Run
 
 pytestmark = pytest.mark.quick
 
@@ -380,7 +380,7 @@ def run_dir(tmp_path):
 
 
 def run_start(run_dir):
-    return read_attempt(run_dir / "result.txt").log.first("run_start").time_ms / 1e3
+    return Run.read(run_dir / "result.txt").log.first("run_start").time_ms / 1e3
 
 
 def page(run_dir):
@@ -529,7 +529,7 @@ def test_a_failed_run_without_run_start_shows_all_samples(tmp_path):
 
 def test_a_watched_page_keeps_the_samples_of_one_run_only(run_dir):
     write(run_dir, start_at(0.0), sample(1.0, (500, 50, 1600), (500, 50, 1600)))
-    first, second = (read_attempt(run_dir / "result.txt") for _ in range(2))
+    first, second = (Run.read(run_dir / "result.txt") for _ in range(2))
     assert gpu_samples.read_samples(first) is gpu_samples.read_samples(first)
     forgotten = weakref.ref(first)
     gpu_samples.read_samples(second)

@@ -9,17 +9,20 @@ import sys
 import pytest
 from probes import make_visible
 
+from common import config as configs
+from common.benchmarks import config_class
 from common.errors import ConfigError
 from common.estimate.memory import fits, memory_peak
 from common.estimate.mfu import remark, utilization, with_attention
-from common.estimate.workload import Workload
+from common.estimate.workload import Workload, model_workload
 from common.gpu_kinds import GIB, KINDS
 from common.machine.hardware import Device, Probe
 from common.model.families import shape_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from common.paths import ROOT
-from launch.plan import any_model
-from launch.plan.arrangements import arrangements
+from launch.plan.command import main
+from launch.plan.model import layouts, model_plan
+from launch.plan.plans import config_plan, describe
 from llama2_70b_lora.rules import Config as LoraConfig
 from llama31_8b.rules import Config
 
@@ -29,18 +32,18 @@ GB = 1e9
 
 
 def planned(capsys, line):
-    code = any_model.main(line.split())
+    code = main("", line.split())
     return code, capsys.readouterr().out
 
 
 def found(shape, gpus, gpu="MI300X", batch=1, length=8192, fp8=False, rank=0):
-    return {
-        each.name: each for each in arrangements(shape, KINDS[gpu], gpus, batch, length, fp8, rank)
-    }
+    work = model_workload(shape, length, rank)
+    plan = model_plan("a model", work, KINDS[gpu], gpus, batch, "fp8" if fp8 else "bf16")
+    return {each.source: each for each in layouts(plan)}
 
 
 def ours(ways):
-    return [each for each in ways.values() if each.is_supported]
+    return [each for each in ways.values() if each.is_trained]
 
 
 # --- known questions ------------------------------------------------------------------------------
@@ -63,8 +66,10 @@ def test_405b_lora_on_8_gpus_of_192_gb(capsys):
     ] == pytest.approx(109e9, rel=0.01)
     assert sharded["SwiGLU input"] == 126 * 8192 * 2 * 53248 * 2 > 192 * GIB
     code, text = planned(capsys, "--model llama3.1-405b --gpus 8 --gpu MI300X --lora")
-    assert code == 12 and "812 GB" in text and "204.8 GiB" in text
-    assert "--seq 1536" in text and "does not support" in text
+    assert code == 12 and "812 GB" in text and "| SwiGLU input                    | 204.8 |" in text
+    assert "--seq 1536" in text
+    row = next(line for line in text.splitlines() if line.startswith("| base sharded, all layers"))
+    assert [cell.strip() for cell in row.split("|")[2:4]] == ["no", "160.9"]
     code, text = planned(capsys, "--model llama3.1-405b --gpus 8 --gpu MI300X --lora --seq 1536")
     assert code == 0 and "It fits" in text
     assert planned(capsys, "--model llama3.1-405b --gpus 8 --gpu MI300X --lora --seq 1600")[0] == 12
@@ -99,7 +104,7 @@ def test_a_66b_model_on_one_gpu(capsys, tmp_path):
     (lora,) = ours(found(shape, 1, length=1024, rank=16))
     assert lora.memory.parts["weights"] == 2 * shape.num_parameters + 4 * shape.lora_parameters(16)
     code, text = planned(capsys, f"--model {model} --gpu MI300X --seq 64")
-    assert code == 12 and "or with --lora" not in text and "--lora." in text
+    assert code == 12 and " --lora." in text
     full = ours(found(shape, 1, length=64))[-1].memory.parts
     state = sum(
         full[name] for name in ("weights", "gradients", "AdamW moments", "gathered weights")
@@ -164,10 +169,10 @@ def test_70b_full_training_on_8_gpus(capsys):
     )
     assert sharded["gathered weights"] == 2 * (3 * shape.layer_parameters + 128256 * 8192) < 8e9
     code, text = planned(capsys, "--model llama3.1-70b --gpus 8 --gpu MI300X")
-    assert code == 12 and "gathered weights (131.4 GiB)" in text
+    assert code == 12 and "| gathered weights               | 131.4 |" in text
     assert "--gpu MI350X" in text and "recomputed" in text
     code, text = planned(capsys, "--model llama3.1-70b --gpus 8 --gpu MI350X")
-    assert code == 0 and "all layers recomputed:" in text and " 2.3 left." in text
+    assert code == 0 and "all layers recomputed: " in text and " 2.3 left." in text
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -197,6 +202,39 @@ def test_our_rows_are_what_plan_counts_for_a_config_of_the_benchmark(fp8):
         assert found(shape, 8, batch=2, fp8=fp8, rank=rank)[name].memory == counted
 
 
+@pytest.mark.parametrize(
+    ("example", "model", "rank"),
+    [
+        ("pretrain_1b", str(ROOT / "open_llama/models/llama-1b.json"), 0),
+        ("lora_8b", "llama3.1-8b", 16),
+    ],
+)
+@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize("linear", ["bf16", "fp8"])
+def test_a_model_is_planned_as_its_config_would_be(example, model, rank, gpus, linear):
+    """Only the tokens of the evaluation set differ, which a model has not."""
+    h200 = KINDS["H200"]
+    file = configs.read(ROOT / f"open_llama/examples/{example}.toml", config_class("open_llama"))
+    batch = {"gpus_per_node": gpus, "micro_batch_size": 2, "global_batch_size": 2 * gpus}
+    keys = {"gpu": "H200", "linear": linear, "max_samples": 64_000, "frozen_base": "replicated"}
+    own = config_plan("open_llama", example, file.changed(batch | keys), h200)
+    work = model_workload(shape_of(model), 2048, rank)
+    plans = ours({p.source: p for p in layouts(model_plan(model, work, h200, gpus, 2, linear))})
+    plain = [each for each in plans if not each.config.recompute_layers]
+    if rank:
+        plain = [each for each in plain if each.config.frozen_base == "replicated"]
+    plan = plain[0]
+    sizes = plan.memory.parts
+    assert {part for part, size in own.memory.parts.items() if sizes.get(part) != size} == {
+        "buffers"
+    }
+    assert own.memory.moment == plan.memory.moment
+    assert own.estimate.step_s == plan.estimate.step_s
+    lines = describe(plan, [])
+    spoken = [line for line in describe(own, []) if line.startswith("Speed: ") or "GFLOP" in line]
+    assert len(spoken) == 2 and {*spoken} <= {*lines}
+
+
 def test_the_largest_batch_is_the_last_that_fits(capsys):
     text = planned(capsys, "--model llama3.1-8b --gpus 8 --gpu H200")[1]
     row = next(
@@ -207,7 +245,7 @@ def test_the_largest_batch_is_the_last_that_fits(capsys):
     size = int(row.split("|")[-2])
     assert [
         planned(capsys, f"--model llama3.1-8b --gpus 8 --gpu H200 --batch {n}")[1].count(
-            "(ZeRO-2):"
+            "(ZeRO-2): "
         )
         for n in (size, size + 1)
     ] == [
@@ -242,15 +280,23 @@ def test_queries_and_keys_before_their_norm_and_a_wide_head_are_counted():
 )
 def test_every_advice_leads_to_what_fits(capsys, line):
     code, text = planned(capsys, line)
-    ways = (
-        text.split("It would fit with ")[1]
-        .split(".\n")[0]
-        .split(". It would also")[0]
-        .split(", or with ")
-    )
+    ways = text.split("; try ")[1].split(".\n")[0].split(" or ")
     assert code == 12 and ways
     for way in ways:
         assert planned(capsys, f"{line} {way}")[0] == 0, way
+
+
+def test_numbers_of_a_model_for_programs(capsys):
+    line = "--model llama3.1-70b --gpus 8 --gpu MI350X --json"
+    code, text = planned(capsys, line)
+    plans = json.loads(text)
+    assert code == 0 and {plan["model"] for plan in plans.values()} == {"llama3.1-70b"}
+    fit = [name for name, plan in plans.items() if plan["trained"] and plan["memory"]["fits"]]
+    assert [name.split(", ")[-1] for name in fit] == ["all layers recomputed"]
+    assert plans[fit[0]]["estimate"]["tokens_per_s_per_gpu"] > 1_000
+    sharded = plans["parameters sharded too (FSDP, ZeRO-3)"]
+    assert not sharded["trained"] and sharded["estimate"] is None
+    assert planned(capsys, line.replace("MI350X", "MI300X"))[0] == 12
 
 
 # --- MFU ------------------------------------------------------------------------------------------
@@ -307,6 +353,13 @@ def test_mfu_with_a_shape_adds_attention(capsys):
     assert code == 0 and "32,768 tokens in 0.5 s" in text and "989.4 TFLOP/s" in text
 
 
+def test_mfu_for_programs(capsys):
+    line = "--mfu --params 405e9 --tokens 1024 --seconds 30 --peak 1.3e15 --gpus 8 --json"
+    code, text = planned(capsys, line)
+    assert code == 0
+    assert [each["mfu"] for each in json.loads(text)] == pytest.approx([0.00798, 0.00532], abs=5e-6)
+
+
 def test_remarks_on_implausible_utilization():
     assert (
         "wrong" in remark(utilization(1e9, 1, 1, 1, 1.3e11))
@@ -322,19 +375,19 @@ def test_remarks_on_implausible_utilization():
     ("line", "words"),
     [
         ("--gpus 8 --gpu MI300X", "--model is required"),
-        ("--model llama3.1-8b", "--gpu is required"),
+        ("--model llama3.1-8b", "--gpu GPU is required"),
         ("--model llama3.1-8b --gpu TPU", "TPU"),
         ("--model llama3.1-8b --gpu H200 --gpus 12", "--gpus 12"),
         ("--model lama3.1-8b --gpu H200", "unknown model"),
         ("--mfu --seconds 1 --peak 1e15", "number of weights"),
         ("--mfu --params 1e9 --model llama3.1-8b --seconds 1 --peak 1e15", "number of weights"),
         ("--mfu --params 1e9 --peak 1e15", "needs --seconds"),
-        ("--model llama3.1-8b --gpu H200 --json", "--json without --scaling"),
+        ("--model llama3.1-8b --gpu H200 --scaling H100", "--gpu H200 with --scaling H100"),
         ("--model llama3.1-8b --gpu H200 --network 50", "--network without --scaling"),
         ("--mfu --params 1e9 --page x.html", "--page without --scaling"),
         ("--model llama3.1-8b --gpu H200 --tokens 1e12", "--tokens without --mfu"),
         ("--model llama3.1-8b --gpu H200 --scaling --peak 1e15", "--peak without --mfu"),
-        ("--mfu --params 1e9 --seconds 1 --gpu H200 --scaling", "--mfu with --scaling"),
+        ("--mfu --params 1e9 --seconds 1 --gpu H200 --scaling", "--scaling: not allowed"),
         ("--mfu --params 1e9 --seconds 1 --gpu H200 --train-tokens 1e9", "--mfu with --train"),
         ("--mfu --params 8b --seconds 1 --gpu H200", "'8b' is not a positive number"),
     ],
@@ -342,20 +395,20 @@ def test_remarks_on_implausible_utilization():
 def test_what_is_missing_is_said(line, words, monkeypatch):
     make_visible(monkeypatch, Probe("none"))
     with pytest.raises(ConfigError) as caught:
-        any_model.main(line.split())
+        main("", line.split())
     assert words in caught.value.what
 
 
 def test_without_options_it_plans_all_gpus_of_this_machine(capsys, monkeypatch):
     mi300x = Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304)
     make_visible(monkeypatch, Probe("amd", (mi300x,) * 8))
-    assert any_model.main(["--model", "llama3.1-8b"]) == 0
+    assert main("", ["--model", "llama3.1-8b"]) == 0
     assert "8 x MI300X" in capsys.readouterr().out
 
 
 def test_tokens_per_second_days_and_gpu_hours(capsys):
     line = "--model llama3.1-8b --gpu MI300X --gpus 8 --train-tokens 1e12"
-    assert any_model.main(line.split()) == 0
+    assert main("", line.split()) == 0
     out = capsys.readouterr().out
     speed = re.search(r"([\d,]+) tokens/s per GPU, ([\d,]+) on 8 GPUs", out)
     one, all_gpus = (int(text.replace(",", "")) for text in speed.groups())
@@ -378,7 +431,7 @@ def test_scaling_is_refused_for_a_gpu_whose_links_are_unknown(monkeypatch):
     gh200 = Device("NVIDIA GH200 480GB", "sm_90", 96 * GIB)
     make_visible(monkeypatch, Probe("nvidia", (gh200,)))
     with pytest.raises(ConfigError, match="links") as caught:
-        any_model.main(["--model", "llama3.1-8b", "--scaling", "--train-tokens", "1e9"])
+        main("", ["--model", "llama3.1-8b", "--scaling", "--train-tokens", "1e9"])
     assert "GH200" in caught.value.what and "H200" in caught.value.do
 
 
@@ -387,7 +440,7 @@ def test_scaling_is_refused_for_a_gpu_whose_links_are_unknown(monkeypatch):
 )
 def test_a_number_that_is_none_is_refused(line, capsys):
     with pytest.raises(ConfigError, match=r"^--"):
-        any_model.main(line.split())
+        main("", line.split())
 
 
 @pytest.mark.parametrize(
@@ -401,7 +454,7 @@ def test_a_number_that_is_none_is_refused(line, capsys):
         ),
         (["plan"], 2, "--model is required"),
         (["plan", "--help"], 0, "--mfu"),
-        (["plan", "--model", "qwen3-8b"], 2, "--gpu is required"),
+        (["plan", "--model", "qwen3-8b"], 2, "--gpu GPU is required"),
     ],
 )
 def test_without_a_benchmark_and_without_torch(arguments, code, said, tmp_path):

@@ -13,9 +13,8 @@ import torch
 from fused_lora import saved_bytes_per_token
 from probes import make_visible
 
-from common.benchmarks import divisions
+from common.benchmarks import divisions, load_all
 from common.errors import ConfigError
-from common.estimate import verdict
 from common.estimate.memory import (
     FROZEN_BUFFERS,
     USABLE_SHARE,
@@ -39,7 +38,8 @@ from common.estimate.step_time import (
     minutes_to_target,
     products_seconds_per_token,
 )
-from common.estimate.workload import Workload
+from common.estimate.verdict import saving_keys, verdict
+from common.estimate.workload import Workload, benchmark_workload
 from common.gpu_kinds import GIB, KINDS
 from common.kernels.rope import rope_tables
 from common.linear_formats import FORMATS
@@ -52,6 +52,7 @@ from common.records import published, rcp
 from common.sharding.copy_engine import CopyEngineReduceScatter
 from common.sharding.frozen_base import NUM_BUFFERS
 from launch.plan import command
+from launch.plan.plans import config_plan, target_line
 
 pytestmark = pytest.mark.quick
 
@@ -62,8 +63,8 @@ QWEN3_LIKE = ModelShape(1, 64, 112, 4, 2, 61, 10000.0, explicit_head_dim=32, qk_
 
 def shipped(benchmark, name, layers=0, **changes):
     """A shipped config with `changes`, and its workload; `layers` of the model, 0 for all."""
-    config = replace(command.load_all(ROOT, benchmark)[name], **changes)
-    work = command.benchmark_workload(benchmark, config)
+    config = replace(load_all(ROOT, benchmark)[name], **changes)
+    work = benchmark_workload(benchmark, config)
     return config, replace(work, shape=replace(work.shape, num_layers=layers)) if layers else work
 
 
@@ -90,10 +91,8 @@ class Measured:
 
     def speed_ratio(self):
         config, _ = shipped(self.benchmark, self.config, **self.changes)
-        return (
-            command.benchmark_estimate(self.benchmark, config, KINDS["H200"]).tokens_per_s_per_gpu
-            / self.tokens_per_s_per_gpu
-        )
+        plan = config_plan(self.benchmark, self.config, config, KINDS["H200"])
+        return plan.estimate.tokens_per_s_per_gpu / self.tokens_per_s_per_gpu
 
 
 MEASURED = (
@@ -488,10 +487,10 @@ def test_largest_is_the_last_good_number():
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_largest_micro_batch_is_the_last_that_fits(benchmark):
-    for config in command.load_all(ROOT, benchmark).values():
+    for config in load_all(ROOT, benchmark).values():
         if config.gpu == "CPU":
             continue
-        work, kind = command.benchmark_workload(benchmark, config), KINDS[config.gpu]
+        work, kind = benchmark_workload(benchmark, config), KINDS[config.gpu]
         size = largest_micro_batch(config, work, kind)
         assert size >= config.micro_batch_size and fits(
             memory_peak(with_micro_batch(config, size), work), kind
@@ -510,14 +509,15 @@ def test_an_evaluation_can_be_the_peak():
 def test_advice_leads_to_what_fits():
     kind = KINDS["H200"]
     config, work = shipped(PRETRAINING, "H200_1x4", micro_batch_size=4)
-    assert verdict.advice(config, work, kind) == "try micro_batch_size 1 or recompute_layers 15"
+    assert [*saving_keys(config, work, kind)] == ["micro_batch_size 1", "recompute_layers 15"]
     peaks = [memory_peak(replace(config, recompute_layers=n), work) for n in (14, 15)]
     assert [fits(peak, kind) for peak in peaks] == [False, True]
     config, work = shipped(LORA, "H200_1x1", offload_layers=10)
-    assert verdict.advice(config, work, kind) == "try offload_layers 23"
+    assert [*saving_keys(config, work, kind)] == ["offload_layers 23"]
     peaks = [memory_peak(replace(config, offload_layers=n), work) for n in (22, 23)]
     assert [fits(peak, kind) for peak in peaks] == [False, True]
-    assert verdict.advice(config, work, KINDS["H100"]) == "more GPUs are needed"
+    assert [*saving_keys(config, work, KINDS["H100"])] == []
+    assert "no single change" in verdict(memory_peak(config, work), KINDS["H100"], [])
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -526,7 +526,7 @@ def test_advice_leads_to_what_fits():
 def test_bf16_and_recomputation_take_longer():
     config, _ = shipped(PRETRAINING, "H200_1x4")
     fp8, bf16, recomputed = (
-        command.benchmark_estimate(PRETRAINING, replace(config, **change), KINDS["H200"]).step_s
+        config_plan(PRETRAINING, "", replace(config, **change), KINDS["H200"]).estimate.step_s
         for change in ({}, {"linear": "bf16"}, {"recompute_layers": 32})
     )
     assert bf16 / fp8 == pytest.approx(BF16_OVER_FP8) and 1.2 < recomputed / fp8 < 1 / 3 + 1
@@ -543,15 +543,16 @@ def test_minutes_by_hand():
 
 def test_without_a_reference_there_are_no_minutes():
     config, _ = shipped(PRETRAINING, "H200_1x8", global_batch_size=48)
-    assert command.benchmark_estimate(PRETRAINING, config, KINDS["H200"]).minutes is None
-    assert "unknown" in command.target_line(PRETRAINING, config)
+    plan = config_plan(PRETRAINING, "", config, KINDS["H200"])
+    assert plan.estimate.minutes is None
+    assert "unknown" in target_line(plan)
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
 def planned(capsys, benchmark, *arguments):
-    code = command.main(ROOT, benchmark, list(arguments))
+    code = command.main(benchmark, list(arguments))
     return code, capsys.readouterr().out
 
 
@@ -586,7 +587,7 @@ def test_lora_names_its_host_memory(capsys):
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_all_configs(benchmark, capsys, monkeypatch):
     code, text = planned(capsys, benchmark, "--all")
-    assert code == 0 and all(f"| {name} " in text for name in command.load_all(ROOT, benchmark))
+    assert code == 0 and all(f"| {name} " in text for name in load_all(ROOT, benchmark))
     make_visible(monkeypatch, Probe("none"))
     monkeypatch.delenv("DGXSYSTEM", raising=False)
     assert planned(capsys, benchmark)[1] == text, "without a GPU, plan is plan --all"
@@ -605,7 +606,7 @@ def test_an_unknown_gpu_is_planned_without_its_speed(capsys, monkeypatch):
 @pytest.mark.parametrize("words", [(), ("--all",)])
 def test_a_benchmark_without_shipped_configs_needs_a_file(words):
     with pytest.raises(ConfigError, match="open_llama needs a config"):
-        command.main(ROOT, "open_llama", [*words])
+        command.main("open_llama", [*words])
 
 
 def test_a_config_for_any_gpu_is_planned_on_this_machine_and_says_so(capsys, monkeypatch):
@@ -649,7 +650,8 @@ def test_what_does_not_fit_is_said_without_keys_that_its_rules_refuse(example, c
         (["--all", "--set", "speed=11"], 2, "unknown key speed"),
         (["--all", "--set", "gpu=any"], 2, "gpu = 'any' is unknown"),
         (["--all", "--set", "micro_batch_size"], 2, "is not KEY=VALUE"),
-        (["--all", "--network", "0"], 2, "--network without --scaling"),
+        (["--all", "--network", "1"], 2, "--network without --scaling"),
+        (["--scaling", "H200", "--network", "0"], 2, "--network"),
         (["--all", "--page", "x.html"], 2, "--page without --scaling"),
         (
             ["--config", "configs/llama31_8b/H200_1x4.toml", "--set", "gpu=TPU"],
@@ -670,7 +672,7 @@ def test_exit_codes_without_torch(arguments, code, said, tmp_path):
 
 
 def test_numbers_for_programs(capsys):
-    assert command.main(ROOT, PRETRAINING, ["--all", "--json"]) == 0
+    assert command.main(PRETRAINING, ["--all", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == set(config_names(ROOT, PRETRAINING)) and found["CPU_1x1"].keys() == {
         "benchmark",

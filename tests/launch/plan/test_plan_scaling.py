@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from probes import make_visible
 
 from common.benchmarks import divisions
 from common.errors import ConfigError, OutOfMemory, StorageError
-from common.gpu_kinds import KINDS
+from common.gpu_kinds import GIB, KINDS
+from common.machine.hardware import Device, Probe
 from common.paths import ROOT
 from common.records.published import RESULTS
-from launch.plan import any_model, scaling
+from launch.plan import scaling
 from launch.plan.command import main
 
 RULES = divisions("llama31_8b")["closed"]
@@ -86,22 +88,20 @@ def test_published_results_of_several_nodes_are_calculated_within_their_spread()
 
 def test_the_command_prints_json_and_writes_a_page(tmp_path, capsys):
     page = tmp_path / "scaling.html"
-    assert (
-        main(ROOT, "llama2_70b_lora", ["--scaling", "MI355X", "--json", "--page", str(page)]) == 0
-    )
+    assert main("llama2_70b_lora", ["--scaling", "MI355X", "--json", "--page", str(page)]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["GPUs"] for row in rows][-1] == "512"
     assert "GPU-hours" in page.read_text()
     missing = tmp_path / "missing/scaling.html"
     with pytest.raises(StorageError, match=f"{missing}$"):
-        main(ROOT, "llama2_70b_lora", ["--scaling", "MI355X", "--page", str(missing)])
+        main("llama2_70b_lora", ["--scaling", "MI355X", "--page", str(missing)])
 
 
 EXAMPLE = "open_llama/examples/pretrain_1b.toml"
 
 
 def open_llama(*words: str) -> int:
-    return main(ROOT, "open_llama", ["--config", str(ROOT / EXAMPLE), *words])
+    return main("open_llama", ["--config", str(ROOT / EXAMPLE), *words])
 
 
 def test_a_config_of_open_llama_keeps_its_batch_and_its_sequences(capsys):
@@ -119,17 +119,17 @@ def test_a_config_of_open_llama_keeps_its_batch_and_its_sequences(capsys):
 
 def test_a_config_is_needed_where_no_reference_was_run_and_refused_where_it_is_chosen():
     with pytest.raises(ConfigError, match="config"):
-        main(ROOT, "open_llama", ["--scaling", "H200"])
+        main("open_llama", ["--scaling", "H200"])
     file = str(ROOT / "configs/llama31_8b/H200_1x8.toml")
     for more in (["--config", file], ["--set", "max_samples=1"], ["--all"]):
         with pytest.raises(ConfigError, match="--scaling"):
-            main(ROOT, "llama31_8b", ["--scaling", "H200", *more])
+            main("llama31_8b", ["--scaling", "H200", *more])
     with pytest.raises(ConfigError, match="max_samples"):  # an error of the config is not hidden
         open_llama("--scaling", "H200", "--set", "max_samples=0")
 
 
 def any_model_rows(capsys, *words: str) -> list[dict]:
-    assert any_model.main(["--gpu", "H200", "--scaling", "--json", *words]) == 0
+    assert main("", ["--gpu", "H200", "--scaling", "--json", *words]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -147,8 +147,25 @@ def test_a_model_without_a_config_keeps_the_sequences_of_a_gpu(capsys, tmp_path)
     assert slow[0] == rows[0]
 
 
+def test_the_gpu_may_be_named_in_one_way_only(capsys, monkeypatch):
+    """--scaling GPU, --gpu GPU --scaling, or none of both for the GPUs of this machine."""
+    card = Device("NVIDIA H200", "sm_90", 141 * GIB)
+    make_visible(monkeypatch, Probe("nvidia", (card,)))
+    model = ["--model", "qwen3-4b", "--json"]
+    words = (["--scaling", "H200"], ["--gpu", "H200", "--scaling"], ["--scaling"])
+    texts = []
+    for each in words:
+        assert main("", [*model, *each]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2] and "GPU-hours" in texts[0]
+    assert main("llama31_8b", ["--json", "--scaling"]) == 0
+    here = capsys.readouterr().out
+    assert main("llama31_8b", ["--json", "--scaling", "H200"]) == 0
+    assert capsys.readouterr().out == here
+
+
 def test_a_model_that_fits_nowhere_has_the_exit_code_of_memory(capsys):
     words = ["--gpu", "H200", "--scaling"]
-    assert any_model.main([*words, "--model", "llama3.1-405b"]) == OutOfMemory.exit_code
+    assert main("", [*words, "--model", "llama3.1-405b"]) == OutOfMemory.exit_code
     with pytest.raises(ConfigError, match="--train-tokens"):
-        any_model.main([*words, "--model", "llama2-70b", "--lora"])
+        main("", [*words, "--model", "llama2-70b", "--lora"])

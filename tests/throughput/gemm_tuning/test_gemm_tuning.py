@@ -24,12 +24,10 @@ from throughput.gemm_tuning import cli, tunable_op_files
 from throughput.gemm_tuning import tune as tuner
 from throughput.gemm_tuning.tunable_op_files import (
     PREFIX,
-    TunedFile,
     configured,
     per_gpu,
     read_recorded,
     read_tuned,
-    require_same_versions,
     write_tuned,
 )
 from throughput.gemm_tuning.tune import fault, product, reproduce, tune
@@ -65,26 +63,32 @@ FP8_ROWS = (
 
 
 def tuned_file(path, *keys, **validators):
-    write_tuned(
-        path,
-        TunedFile(
-            validators or VERSIONS, {key: ("Gemm_Hipblaslt_17", "0.01") for key in keys or (MM,)}
-        ),
-    )
+    solutions = dict.fromkeys(keys or (MM,), "Gemm_Hipblaslt_17,0.01")
+    write_tuned(path, validators or VERSIONS, solutions)
     return path
 
 
+def recorded_in(folder, *keys):
+    """The directory of recorded GEMMs, as two ranks leave it."""
+    folder.mkdir()
+    for rank in range(2):
+        (folder / f"untuned_gpu{rank}.csv").write_text(
+            "".join(f"{','.join(key)}\n" for key in keys)
+        )
+    return folder
+
+
 def test_a_tuned_file_is_read_as_it_was_written(tmp_path):
-    tuned = TunedFile(VERSIONS, {MM: ("Gemm_Hipblaslt_17", "0.0188931"), WGRAD: ("Default", "")})
-    write_tuned(tmp_path / "new" / "a.csv", tuned)
-    assert read_tuned(tmp_path / "new" / "a.csv") == tuned
-    lines = (tmp_path / "new" / "a.csv").read_text().splitlines()
+    solutions = {MM: "Gemm_Hipblaslt_17,0.0188931", WGRAD: "Default"}
+    write_tuned(tmp_path / "a.csv", VERSIONS, solutions)
+    assert read_tuned(tmp_path / "a.csv", VERSIONS) == solutions
+    lines = (tmp_path / "a.csv").read_text().splitlines()
     assert (
         lines[:3] == sorted(lines[:3])
         and lines[3:] == sorted(lines[3:])
         and lines[4] == f"{','.join(MM)},Gemm_Hipblaslt_17,0.0188931"
     )
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def test_what_is_no_tuned_file_is_refused(tmp_path, text, words):
     if text is not None:
         (tmp_path / "a.csv").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=words):
-        read_tuned(tmp_path / "a.csv")
+        read_tuned(tmp_path / "a.csv", {"PT_VERSION": "2.11.0"})
 
 
 def test_recorded_files_of_all_ranks_are_one_list(tmp_path):
@@ -116,11 +120,11 @@ def test_recorded_files_of_all_ranks_are_one_list(tmp_path):
         read_recorded(tmp_path / "absent")
 
 
-def test_every_version_that_differs_is_named():
-    require_same_versions(Path("a.csv"), VERSIONS, dict(VERSIONS))
+def test_every_version_that_differs_is_named(tmp_path):
+    path = tuned_file(tmp_path / "a.csv")
     here = VERSIONS | {"HIPBLASLT_VERSION": "100100-def", "ROCBLAS_VERSION": "5"}
     with pytest.raises(ConfigError) as caught:
-        require_same_versions(Path("a.csv"), VERSIONS, here)
+        read_tuned(path, here)
     assert (
         "HIPBLASLT_VERSION" in caught.value.what
         and "ROCBLAS_VERSION was absent" in caught.value.what
@@ -131,9 +135,7 @@ def test_every_version_that_differs_is_named():
         and "tune again" in caught.value.do
     )
     with pytest.raises(ConfigError, match="GCN_ARCH_NAME"):
-        require_same_versions(
-            Path("a.csv"), VERSIONS, {"PT_VERSION": "2.11.0", "HIPBLASLT_VERSION": "100000-abc"}
-        )
+        read_tuned(path, {"PT_VERSION": "2.11.0", "HIPBLASLT_VERSION": "100000-abc"})
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
@@ -144,8 +146,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tunable_op_files.Path, "rename", full)
-    with pytest.raises(StorageError, match="No space left"):
-        write_tuned(path, TunedFile(VERSIONS, {WGRAD: ("Default", "")}))
+    with pytest.raises(StorageError) as caught:
+        write_tuned(path, VERSIONS, {WGRAD: "Default"})
+    assert "No space left" in caught.value.why
     assert path.read_text() == old and list(tmp_path.iterdir()) == [path]
 
 
@@ -319,23 +322,24 @@ def test_what_cannot_be_proven_is_a_fault(fake):
 
 def test_tune_writes_only_what_was_proven_once_per_gpu(fake, tmp_path):
     made = fake(bad=FP8_GRAD, spoil=nan_at_tiny_scales, never=(WGRAD,))
-    lines = list(tune([MM, FP8_GRAD, WGRAD, FP8], tmp_path / "MI355X.csv", 2, CPU))
+    folder = recorded_in(tmp_path / "new", MM, FP8_GRAD, WGRAD, FP8)
+    lines = list(tune(folder, tmp_path / "MI355X.csv", 2, CPU))
     for path in (tmp_path / "MI355X0.csv", tmp_path / "MI355X1.csv"):
-        tuned = read_tuned(path)
-        assert tuned.validators == VERSIONS and tuned.solutions == dict.fromkeys(
-            (MM, FP8), ("Gemm_Hipblaslt_17", "0.0123457")
-        )
-    assert "default" in lines[2] and "offline" in lines[3] and lines[-1].startswith("2 of 4 GEMMs")
+        tuned = read_tuned(path, VERSIONS)
+        assert tuned == dict.fromkeys((MM, FP8), "Gemm_Hipblaslt_17,0.0123457")
+    outcomes = dict(line.split(": ", 1) for line in lines[1:-1])
+    assert "default" in outcomes[",".join(FP8_GRAD)] and "offline" in outcomes[",".join(WGRAD)]
+    assert len(outcomes) == 4 and lines[-1].startswith("2 of 4 GEMMs")
     assert made.settings["rotating"] == 512 and not made.on
 
 
 def test_tuning_extends_a_file_of_the_same_versions_and_drops_what_became_wrong(fake, tmp_path):
     out = tuned_file(tmp_path / "a0.csv", MM, FP8, WGRAD)
     fake(bad=FP8, spoil=nan_at_tiny_scales)
-    list(tune([MM, FP8], tmp_path / "a.csv", 1, CPU))
-    assert read_tuned(out).solutions == {
-        MM: ("Gemm_Hipblaslt_17", "0.0123457"),
-        WGRAD: ("Gemm_Hipblaslt_17", "0.01"),
+    list(tune(recorded_in(tmp_path / "new", MM, FP8), tmp_path / "a.csv", 1, CPU))
+    assert read_tuned(out, VERSIONS) == {
+        MM: "Gemm_Hipblaslt_17,0.0123457",
+        WGRAD: "Gemm_Hipblaslt_17,0.01",
     }
 
 
@@ -344,15 +348,15 @@ def test_a_file_of_other_versions_is_not_extended(fake, tmp_path):
     out = tuned_file(tmp_path / "a0.csv", PT_VERSION="1.0")
     old = out.read_text()
     with pytest.raises(ConfigError, match="PT_VERSION"):
-        list(tune([MM], tmp_path / "a.csv", 1, CPU))
+        list(tune(recorded_in(tmp_path / "new", MM), tmp_path / "a.csv", 1, CPU))
     assert out.read_text() == old
 
 
 def test_nothing_proven_writes_nothing(fake, tmp_path):
     fake(never=(MM,))
     with pytest.raises(PreflightError, match="no GEMM"):
-        list(tune([MM], tmp_path / "a.csv", 1, CPU))
-    assert list(tmp_path.iterdir()) == []
+        list(tune(recorded_in(tmp_path / "new", MM), tmp_path / "a.csv", 1, CPU))
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 # --- the commands ---------------------------------------------------------------------------------
@@ -425,7 +429,7 @@ def test_tune_runs_in_the_configs_environment_without_its_tunable_op_variables(
     config = replace(run_config(gpus_per_node=2), gpu="MI300X", env=env)
     assert cli.tune("llama31_8b", config, options(path=tmp_path, out=tmp_path / "out.csv")) == 0
     assert (
-        sorted(read_tuned(tmp_path / "out1.csv").solutions) == [MM]
+        sorted(read_tuned(tmp_path / "out1.csv", VERSIONS)) == [MM]
         and "1 of 1 GEMMs" in capsys.readouterr().out
     )
     assert os.environ["HIPBLASLT_WORKSPACE_SIZE"] == "131072" and not any(
@@ -544,9 +548,9 @@ def test_record_tune_check_and_use_on_a_gpu(tmp_path):
         "gemms", "tune", str(tmp_path / "recorded"), "--out", str(out)
     ).stdout.splitlines()
     (path,) = per_gpu(out, 1)
-    tuned = read_tuned(path)
-    print(json.dumps({"recorded": len(keys), "tuned": len(tuned.solutions), "last": lines[-1]}))
-    assert set(tuned.solutions) <= set(keys) and len(tuned.solutions) >= len(keys) // 2, lines
+    tuned = read_tuned(path, tuner.versions())
+    print(json.dumps({"recorded": len(keys), "tuned": len(tuned), "last": lines[-1]}))
+    assert set(tuned) <= set(keys) and len(tuned) >= len(keys) // 2, lines
     assert "this machine" in launch("gemms", "check").stdout
     before = path.read_bytes()
     assert launch("bench", "--steps", "1", "--warmup", "1").stdout.startswith("BENCH")
@@ -558,7 +562,7 @@ def test_record_tune_check_and_use_on_a_gpu(tmp_path):
         env=os.environ | env,
         check=True,
     )
-    assert all(",".join(key) in read.stdout for key in tuned.solutions), (
+    assert all(",".join(key) in read.stdout for key in tuned), (
         "torch reads the file under the name that per_gpu gives"
     )
     path.write_text(path.read_text().replace("Validator,PT_VERSION,", "Validator,PT_VERSION,1."))

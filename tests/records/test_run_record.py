@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from common.records import run_order
+from common.records.run_record import RunRecord
 from submission.series import read_series
 
 pytestmark = pytest.mark.quick
@@ -23,7 +23,7 @@ def test_logs_give_the_order_where_there_is_no_ledger(tmp_path):
     (tmp_path / "20261124-100000_nothing").mkdir()
     for name, value in (("a", 1e300), ("b", 10**30)):
         write_log(tmp_path, name, value)
-    names = [path.name for path in run_order.oldest_first(tmp_path)]
+    names = [run.name for run in RunRecord.in_folder(tmp_path)]
     assert names[3:] == ["20261123-190000_tokyo", "20261123-110000_utc", "20261123-100000_utc"]
     scored = [run.name for run in read_series([tmp_path]).runs]
     assert scored == [name for name in names if "nothing" not in name]
@@ -32,4 +32,5 @@ def test_logs_give_the_order_where_there_is_no_ledger(tmp_path):
 def test_the_run_that_was_continued(tmp_path):
     write_log(tmp_path, "a", 1, key="resumed", metadata={"run": "before"})
     write_log(tmp_path, "b", 1)
-    assert [run_order.continued_run(tmp_path / name) for name in "abc"] == ["before", "", ""]
+    paths = [tmp_path / name / "result.txt" for name in "abc"]
+    assert [RunRecord.read(path).continues for path in paths] == ["before", "", ""]

@@ -1,140 +1,193 @@
-"""Tokenized parts of the inputs of `prepare text`: written in parallel, then joined."""
+"""Convert text to Megatron's token files, in parallel.
+
+The inputs are cut into parts of about PART_BYTES. Worker processes tokenize parts and write each as
+a file of its own. At the end the parts are joined in the order of the inputs, so the result does
+not depend on the number of processes. An interrupted preparation continues with the missing parts.
+text_inputs.py reads the inputs.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import shutil
+import signal
+import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from multiprocessing import get_context
+from itertools import chain, islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.atomic_write import new_file
+from common.data import text_inputs
 from common.data.indexed_dataset_header import index_path
 from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
 from common.data.manifest import PairFacts
-from common.data.preparation import say
+from common.data.preparation import require_unchanged, say
+from common.data.text_inputs import Source, bytes_of, divide, documents, draw_of, no_documents
 from common.errors import DataError, StorageError, first_line, write_text
 from common.terminal import Progress
-from open_llama import text_inputs
-from open_llama.text_inputs import Source, bytes_of, documents_of_part, draw_of, no_documents
-from open_llama.tokenizer import RECORD, Tokenizer, load_tokenizer
 
 BATCH_DOCUMENTS = 256  # encoded in one call
+# A worker ends if a batch takes longer than BATCH_FLOOR_S plus its characters / CHARACTERS_PER_S.
+# One core encodes more than 500,000 characters a second. A regular expression that backtracks takes
+# a time that doubles with each character.
+BATCH_FLOOR_S = 120.0
+CHARACTERS_PER_S = 10_000
 SPLITS = ("train", "validation")
-PARTS = ".parts"  # folder of the tokenized parts in DATADIR
+IDENTITY = "text.json"  # file in the folder of the parts: the inputs and options
 # Raise it when the same inputs and options give other parts: when the division of the inputs, the
 # reading of documents, the use of the tokenizer, the split or the content of a part's file changes.
 # Parts of another version are not continued.
 PARTS_VERSION = 1
 
+Encode = Callable[[list[str]], list[list[int]]]
+
 
 @dataclass(frozen=True)
-class Settings:
-    """The options that, with the inputs, decide the tokens."""
+class Work:
+    """How text becomes documents of tokens. Worker processes get a copy."""
 
-    tokenizer: str  # path of the tokenizer file
-    eos: str
+    tokenizer: Path
+    # Reads the tokenizer. Its result turns texts into whole documents of ids. A document without
+    # ids is left out.
+    load: Callable[[Path], Encode]
+    vocab_size: int
     key: str  # JSON key or column that holds the text
-    validation_fraction: float
+    validation_fraction: float = 0.0  # of the documents
+    blank_lines: bool = False  # whether they separate the documents of a plain text file
 
 
-def parts_folder(data_dir: Path, identity: dict[str, Any], count: int) -> Path:
-    """Return the folder of the `count` parts, empty unless the same preparation was interrupted.
+def write_token_files(
+    files: list[Path],
+    work: Work,
+    prefixes: dict[str, Path],
+    folder: Path,
+    identity: dict[str, Any],
+    processes: int,
+) -> dict[str, PairFacts]:
+    """Write the token files `<prefix>.bin/.idx` of each split. Return their contents by split.
 
-    `identity`: the inputs and options. Raises StorageError if there are token files of an unknown
-    preparation.
+    `folder`: of the parts, which remain there.
+    `identity`: the options that decide the tokens, and as "inputs" the result of `input_states`.
+
+    Raises DataError for inputs that are damaged or change and for an empty split, StorageError if
+    there are token files of an unknown preparation.
     """
-    folder = data_dir / PARTS
-    known = folder / RECORD
+    states = identity["inputs"]
+    try:
+        parts = divide(files)
+        _make_folder(folder, list(prefixes.values()), identity, len(parts))
+        tokenize(parts, folder, work, processes)
+    except (OSError, DataError):
+        require_unchanged(states)  # a change explains other errors
+        raise
+    require_unchanged(states)
+    return join(folder, prefixes, work.vocab_size, len(parts))
+
+
+def _make_folder(folder: Path, prefixes: list[Path], identity: dict[str, Any], count: int) -> None:
+    """Make the folder of `count` parts, empty unless the same preparation was interrupted."""
+    known = folder / IDENTITY
     made = {"parts": count, "part_bytes": text_inputs.PART_BYTES, "parts_version": PARTS_VERSION}
     record = json.dumps(identity | made)
     if known.is_file() and known.read_text() == record:
-        return folder  # token files beside it are from an interrupted join
-    for split in SPLITS:
-        if index_path(data_dir / split).exists():
-            what = f"{index_path(data_dir / split)} exists"
-            do = "remove it, or name another --data-dir"
-            raise StorageError(what, "nothing is overwritten", do)
+        return  # token files beside it are from an interrupted join
+    for prefix in prefixes:
+        if index_path(prefix).exists():
+            do = "remove it, or choose another name or folder"
+            raise StorageError(f"{index_path(prefix)} exists", "nothing is overwritten", do)
     if folder.exists():
         say(f"{folder}: begun with other inputs, options or another version; beginning again")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     write_text(known, record)
-    return folder
 
 
-def tokenize(parts: list[list[Source]], folder: Path, settings: Settings, processes: int) -> None:
+def tokenize(parts: list[list[Source]], folder: Path, work: Work, processes: int) -> None:
     """Write the missing parts to `folder`, in `processes` worker processes."""
     sizes = [sum(map(bytes_of, part)) for part in parts]
     missing = [number for number in range(len(parts)) if not _part(folder, number).is_file()]
     done = sum(sizes) - sum(sizes[number] for number in missing)
     if done:
         say(f"continuing: {len(parts) - len(missing)} of {len(parts)} parts are complete")
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (settings,))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (work,))
     try:
-        with pool, Progress("tokenizing", sum(sizes), "B") as progress:
+        with Progress("tokenizing", sum(sizes), "B") as progress:
             progress.at(done)
             futures: dict[Future[None], int] = {
-                pool.submit(write_part, parts[number], _part(folder, number), settings): number
+                pool.submit(write_part, parts[number], _part(folder, number), work): number
                 for number in missing
             }
             for future in as_completed(futures):
-                error = future.exception()
-                if error:
-                    pool.shutdown(wait=True, cancel_futures=True)
-                    if not folder.is_dir():
-                        why = "something removed it while the text was tokenized"
-                        raise DataError(f"{folder} is missing", why, "run the command again")
-                    raise error
+                future.result()
                 done += sizes[futures[future]]
                 progress.at(done)
     except BrokenProcessPool as error:
         raise DataError(
-            "a tokenizing process ended",
-            "it crashed, or the system killed it because memory ran out",
+            f"a process that tokenizes by {work.tokenizer} ended",
+            "it crashed, the system killed it because memory ran out, or a regular expression of "
+            f"the tokenizer backtracked for more than {BATCH_FLOOR_S:g} s on a document",
             "start again with fewer --processes; complete parts are kept",
         ) from error
+    except OSError as error:
+        if folder.is_dir():
+            raise
+        why = "something removed it while the text was tokenized"
+        raise DataError(f"{folder} is missing", why, "run the command again") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _part(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.npz"
 
 
-_tokenizer: Tokenizer | None = None  # that of this worker process
+_encode: Encode | None = None  # that of this worker process
 
 
-def _start_worker(settings: Settings) -> None:
-    global _tokenizer
-    _tokenizer = load_tokenizer(Path(settings.tokenizer), settings.eos)
+def _start_worker(work: Work) -> None:
+    global _encode
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic in Rust prints lines of its own
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _encode = work.load(work.tokenizer)
 
 
-def write_part(part: list[Source], path: Path, settings: Settings) -> None:
+def _end_with(parent: BaseProcess) -> None:
+    """End this process when `parent` has ended. Nothing else would, if the parent is killed."""
+    parent.join()
+    os._exit(1)
+
+
+def write_part(part: list[Source], path: Path, work: Work) -> None:
     """Tokenize the documents of `part` and write them to `path`.
 
     The file has, for each split, the tokens of its documents one after another, and their lengths.
     `fractions` is the lowest and highest validation fraction at which a document changes its split,
     float64 [1, 2], or [0, 2] without documents.
     """
-    assert _tokenizer is not None
-    dtype = token_dtype(_tokenizer.vocab_size)
+    dtype = token_dtype(work.vocab_size)
     tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     draws: list[int] = []
-    not_blank = filter(str.strip, documents_of_part(part, settings.key))
-    while batch := list(islice(not_blank, BATCH_DOCUMENTS)):
-        for text, ids in zip(batch, _tokenizer.encode(batch), strict=True):
-            draws.append(draw_of(text))
-            split = split_of(text, settings.validation_fraction)
-            tokens[split].append(np.array([*ids, _tokenizer.eos], dtype))
+    texts = chain.from_iterable(documents(each, work.key, work.blank_lines) for each in part)
+    while batch := list(islice(texts, BATCH_DOCUMENTS)):
+        for text, ids in zip(batch, _encoded(batch, work.tokenizer), strict=True):
+            if ids:
+                draws.append(draw_of(text))
+                tokens[split_of(text, work.validation_fraction)].append(np.array(ids, dtype))
     ends = [[min(draws) / 2**64, max(draws) / 2**64]] if draws else []
     arrays = {"fractions": np.array(ends).reshape(-1, 2)}
     for split, rows in tokens.items():
@@ -144,21 +197,43 @@ def write_part(part: list[Source], path: Path, settings: Settings) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
+def _encoded(texts: list[str], tokenizer: Path) -> list[list[int]]:
+    """Return the ids of `texts`. Ends this process if that takes too long."""
+    assert _encode is not None
+    limit_s = BATCH_FLOOR_S + sum(map(len, texts)) / CHARACTERS_PER_S
+    signal.setitimer(signal.ITIMER_REAL, limit_s)  # its signal ends a process without a handler
+    try:
+        return _encode(texts)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is not an Exception
+        raise DataError(
+            f"{tokenizer} cannot encode the input: {type(error).__name__}: {str(error)[:200]}",
+            "its rules fail on one of the documents",
+            "use the model's own tokenizer",
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def split_of(text: str, validation_fraction: float) -> str:
     """Return the split of a document, which depends only on its text."""
     return "validation" if draw_of(text) < validation_fraction * 2**64 else "train"
 
 
-def join(folder: Path, data_dir: Path, vocab_size: int, count: int) -> dict[str, PairFacts]:
-    """Write the token files of both splits from all `count` parts. Return their contents by split.
+def join(
+    folder: Path, prefixes: dict[str, Path], vocab_size: int, count: int
+) -> dict[str, PairFacts]:
+    """Write the token files of each split from all `count` parts. Return their contents by split.
 
     Raises DataError if a part is missing or damaged, or a split is empty.
     """
     paths = [_part(folder, number) for number in range(count)]
-    _require_both_splits(paths)  # before a file is written, which a next try would not overwrite
+    # Before a file is written, which a next try would not overwrite.
+    _require_documents(paths, list(prefixes))
     pairs = {}
-    for split in SPLITS:
-        writer = IndexedDatasetWriter(data_dir / split, vocab_size)
+    for split, prefix in prefixes.items():
+        writer = IndexedDatasetWriter(prefix, vocab_size)
         largest_id = 0
         for document in _documents_of(paths, split):
             writer.add(document)
@@ -185,12 +260,13 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def _require_both_splits(paths: list[Path]) -> None:
-    numbers = dict.fromkeys(SPLITS, 0)
+def _require_documents(paths: list[Path], splits: list[str]) -> None:
+    """Raise DataError if a split has no document."""
+    numbers = dict.fromkeys(splits, 0)
     fractions = np.empty((0, 2))  # of each part, its documents' lowest and highest
     for path in paths:
         with _opened(path) as arrays:
-            for split in SPLITS:
+            for split in splits:
                 numbers[split] += len(arrays[f"{split}_lengths"])
             fractions = np.concatenate([fractions, arrays["fractions"]])
     for split, number in numbers.items():

@@ -1,9 +1,17 @@
 """Test the LoRA trainer in an emulated block format, for every storage of the base."""
 
 import pytest
-from tiny import LORA, lora_steps
+import tiny
+from emulated_layers import install
+from tiny import LORA
 
 FORMAT = {"linear": "mxfp4+stochastic until step 9999, then fp8"}
+
+
+def lora_steps(processes, linear, **options):
+    if linear != "fp8":
+        install(linear)
+    return tiny.lora_steps(processes, linear=linear, **options)
 
 
 def test_every_storage_of_a_base_in_fp8_gives_the_same_bits(processes):

@@ -14,8 +14,8 @@ A block is a group of elements along the dimension over which a product sums.
         least 2^-6, the smallest normal number of e4m3, as in torchao.
 
 Only elements along the summed dimension may share a scale. Therefore the two layouts of a tensor
-(kernels/fp8.py) have different values, and each is quantized from the tensor itself. The exception
-is a weight with one scale per square of 32 x 32 elements, or 16 x 16 in NVFP4.
+(common/kernels/fp8.py) have different values, and each is quantized from the tensor itself. The
+exception is a weight with one scale per square of 32 x 32 elements, or 16 x 16 in NVFP4.
 
 `quantize` returns the elements and scales that a GPU with these formats would store, in fp32.
 `Blocks.dequantize` converts them to a tensor that any GPU can multiply in its compute dtype.

@@ -9,7 +9,7 @@ import torch
 from common.kernels.architecture import Tile
 from common.model.shapes import ModelShape
 from common.self_test.kernel_cases import Draw, Sizes, kernel_cases
-from throughput import settings
+from throughput import tiles
 
 pytestmark = pytest.mark.quick
 
@@ -26,13 +26,13 @@ def test_every_case_has_its_settings_function():
             Draw(torch.device("cpu")),
         )
     }
-    assert ops | {"quantize"} == settings.SETTINGS.keys()
+    assert ops | {"quantize"} == tiles.SETTINGS.keys()
 
 
 def test_one_thing_is_changed_at_a_time():
     tile = Tile(rows=64, columns=128, warps=4, stages=3)
     for arch, op in (("gfx950", "adapter down"), ("sm_90", "SwiGLU"), ("gfx942", "RoPE backward")):
-        found = [settings.changed_tile(tile, change) for change in settings.changes(arch, op)]
+        found = [tiles.changed_tile(tile, change) for change in tiles.changes(arch, op)]
         # The shipped number of stages is tried again.
         assert found[0] == tile and len(set(found)) >= len(found) - 1
         assert all(sum(a != b for a, b in zip(tile, other, strict=True)) <= 1 for other in found)
@@ -48,11 +48,9 @@ def test_one_thing_is_changed_at_a_time():
 
 def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
     times = []
-    monkeypatch.setattr(
-        settings, "do_bench_cudagraph", lambda work, rep, return_mode: times.append(work()) or 0.01
-    )
-    monkeypatch.setattr(settings, "changes", lambda arch, op: [{}, {"rows": 2.0}, {"warps": 0.5}])
-    right = settings.against_reference
+    monkeypatch.setattr(tiles, "launch_us", lambda launch: times.append(launch()) or 10.0)
+    monkeypatch.setattr(tiles, "changes", lambda arch, op: [{}, {"rows": 2.0}, {"warps": 0.5}])
+    right = tiles.against_reference
 
     def against_reference(case, sizes, device):
         tried.append(right(case, sizes, device))
@@ -61,28 +59,24 @@ def test_a_candidate_that_is_wrong_or_fails_gets_no_time(monkeypatch):
         return 6.0 if len(tried) == 2 else tried[-1]
 
     tried = []
-    monkeypatch.setattr(settings, "against_reference", against_reference)
-    found = list(settings.kernel_lines(SIZES, torch.device("cpu"), "RoPE backward"))
+    monkeypatch.setattr(tiles, "against_reference", against_reference)
+    found = list(tiles.kernel_lines(SIZES, torch.device("cpu"), "RoPE backward"))
     assert (
         found[0].startswith("RoPE backward")
         and "10.0 µs" in found[1]
         and found[1].endswith("shipped")
     )
-    assert (
-        "WRONG: 6.0 dB" in found[2]
-        and "rows 128" in found[2]
-        and "us" not in found[2].replace("columns", "")
-    )
+    assert "WRONG: 6.0 dB" in found[2] and "rows 128" in found[2] and "µs" not in found[2]
     assert "out of resource" in found[3] and len(times) == 1
-    assert all(db >= settings.KERNEL_DB for db in tried), "another tile computes the same"
+    assert all(db >= tiles.KERNEL_DB for db in tried), "another tile computes the same"
 
 
 def test_attention_is_timed_and_compared_with_each_backend(monkeypatch):
-    monkeypatch.setattr(settings, "median_s", lambda work, device, seconds: work() and 1e-5)
-    title, flash, efficient, cudnn, *optional = settings.attention_lines(SIZES, torch.device("cpu"))
+    monkeypatch.setattr(tiles, "median_s", lambda work, device, seconds: work() and 1e-5)
+    title, flash, efficient, cudnn, *optional = tiles.attention_lines(SIZES, torch.device("cpu"))
     assert title == "attention [1, 16, 4/2]"
     assert (
-        flash.split()[:2] == ["10.0", "us"]
+        flash.split()[:2] == ["10.0", "µs"]
         and flash.endswith("flash_attention")
         and flash.count("/") == 3
         and "nan" not in flash
@@ -100,13 +94,13 @@ def test_on_rocm_each_library_and_aiter_have_their_line(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.version, "hip", "7.2")
     monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", asked.append)
-    monkeypatch.setattr(settings, "attention_us", lambda *_: 10.0)
+    monkeypatch.setattr(tiles, "attention_us", lambda *_: 10.0)
     monkeypatch.setattr(
-        settings.attention,
+        tiles.attention,
         "attention_checks",
         lambda *_: [("", "", 0.0, lambda: float(os.environ["ATTENTION_ENGINE"] == "aiter"))],
     )
-    _, aotriton, repeated, ck, efficient, aiter, _ = settings.attention_lines(
+    _, aotriton, repeated, ck, efficient, aiter, _ = tiles.attention_lines(
         SIZES, torch.device("cpu")
     )
     assert repeated.endswith("  repeated_heads aotriton")
@@ -128,4 +122,4 @@ def test_without_a_gpu_it_says_so():
 
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no GPU"):
-            settings.main(None)
+            tiles.main(None)

@@ -4,17 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from block_formats import BLOCK_FORMATS, hadamard, quantize
+from emulated_layers import install
 from fused_lora import RANK, SMALL, MemoryBase, data, plain_block, results
 from plain_block import Block
 from signal_to_noise import sqnr_db
-from test_fused_block import QK_NORM, SHAPE, run
 
-from common.kernels.block_formats import BLOCK_FORMATS, hadamard, quantize
-from common.linear_formats import linear_format
+from common import config as configs
+from common.linear_formats import FORMATS
 from common.model.fused_block import FusedBlock
 from common.model.fused_lora_block import FusedLoraBlock
 from common.model.linear_layers import DelayedScaling, LinearLayers, linear_layers
 from common.model.lora import AdapterSettings
+from common.paths import ROOT
+from llama31_8b.rules import Config
+from tests.model.test_fused_block import QK_NORM, SHAPE, run
 
 RECIPES = [
     "mxfp8",
@@ -27,6 +31,45 @@ RECIPES = [
     "nvfp4+square_weights",
 ]
 WGRAD = {"mxfp4+hadamard": False, "nvfp4+random_hadamard": True}
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize(
+    ("until", "then"), [("", ""), ("step 340", "fp8"), ("loss 3.6", "bf16"), ("loss 4", "fp8")]
+)
+def test_every_emulated_format_can_be_installed_and_healed(name, until, then):
+    end = f" until {until}, then {then}" if until else ""
+    for options in ((), ("stochastic",), ("stochastic", "random_hadamard", "square_weights")):
+        text = "+".join((name, *options)) + end
+        install(text)
+        path = ROOT / "configs/llama31_8b/H200_1x8.toml"
+        number_format = replace(configs.load(path, Config), linear=text).linear_format
+        assert (number_format.name, number_format.options) == (name, options)
+        assert (number_format.until, number_format.then) == (until, then)
+        assert number_format.emulated and number_format.in_fp8 == (then == "fp8")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mxfp5",
+        "mxfp4+",
+        "+hadamard",
+        "mxfp4+hadamard+hadamard",
+        "mxfp4+hadamard+random_hadamard",
+        "fp8+stochastic",
+        "fp8 until step 340, then bf16",
+        "mxfp4 until step 340",
+        "mxfp4 until 340, then fp8",
+        "mxfp4 until step 0, then fp8",
+        "mxfp4 until loss -1, then fp8",
+        "mxfp4 until loss 3.6, then fp8\n",
+        "mxfp4 until loss 3.6, then mxfp8",
+    ],
+)
+def test_another_format_cannot_be_installed(text):
+    with pytest.raises(ValueError, match="not an emulated format"):
+        install(text)
 
 
 class ThreeProducts(torch.autograd.Function):
@@ -71,7 +114,7 @@ def quantizing(linear, recipe):
 
 
 def layers_of(recipe, until="", then="fp8"):
-    return linear_layers(linear_format(recipe + (f" until {until}, then {then}" if until else "")))
+    return linear_layers(install(recipe + (f" until {until}, then {then}" if until else "")))
 
 
 def start(layers, block):
@@ -192,7 +235,7 @@ def test_after_healing_a_block_computes_as_one_that_never_used_the_first_format(
     """The reference uses FP8 from its first step, without a history."""
     layers = layers_of("mxfp4", "step 2", then)
     block = fused(layers, torch.bfloat16)
-    reference = linear_layers(linear_format(then))
+    reference = linear_layers(FORMATS[then])
     plain = fused(reference, torch.bfloat16)
     for step in range(2):
         assert not layers.healed

@@ -1,10 +1,12 @@
-"""Inputs of `prepare text`: files of text, JSON lines or tables, and the documents in them."""
+"""Text to tokenize: files of text, JSON lines or tables, and the documents in them."""
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections import Counter
@@ -14,8 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from common.command_line import count
 from common.data.preparation import say
-from common.data.text_documents import json_documents
+from common.data.text_documents import blocks_of_lines, json_documents
 from common.errors import ConfigError, DataError
 from common.folder_walk import walk
 from common.terminal import plural
@@ -42,6 +45,29 @@ class Source:
     path: str
     begin: int
     end: int
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that tokenizes text, without its tokenizer and output."""
+    parser.add_argument(
+        "--input",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files or folders: JSON lines or plain text (both also as .gz), .parquet or .arrow; "
+        "in folders, .json files are left out",
+    )
+    parser.add_argument(
+        "--key", default="text", help="JSON key or column that holds the text (default: text)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=count,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="worker processes (default: one for each CPU)",
+    )
 
 
 def input_files(inputs: list[Path]) -> list[Path]:
@@ -304,8 +330,11 @@ def _row_groups(path: Path) -> int:
         raise _unreadable(path, error) from error
 
 
-def documents(source: Source, key: str) -> Iterator[str]:
-    """Yield the documents of a source. Raises DataError."""
+def documents(source: Source, key: str, blank_lines: bool = False) -> Iterator[str]:
+    """Yield the documents of a source. Raises DataError.
+
+    `blank_lines`: whether blank lines separate the documents of a plain text file.
+    """
     path = Path(source.path)
     kind = kind_of(path)
     if kind == "table":
@@ -314,23 +343,17 @@ def documents(source: Source, key: str) -> Iterator[str]:
     try:
         with path.open("rb") as raw:
             file: Any = gzip.GzipFile(fileobj=raw) if _has_suffix(path, ".gz") else raw
-            if kind == "text":
+            if kind == "text" and blank_lines:
+                yield from blocks_of_lines(file, path)
+            elif kind == "text":
                 yield from _text_documents(file.read(), path)
             elif _has_suffix(path, ".gz"):
-                yield from json_documents(file, path, key, "--key")
+                yield from json_documents(file, path, key)
             else:
                 skipped = _seek_line(file, source.begin)
-                yield from json_documents(
-                    _lines_until(file, source.end), path, key, "--key", skipped
-                )
+                yield from json_documents(_lines_until(file, source.end), path, key, skipped)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _unreadable(path, error) from error
-
-
-def documents_of_part(part: list[Source], key: str) -> Iterator[str]:
-    """Yield the documents of all sources of a part. Raises DataError."""
-    for source in part:
-        yield from documents(source, key)
 
 
 def _seek_line(file: Any, begin: int) -> int:

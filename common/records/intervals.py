@@ -17,7 +17,7 @@ from common.records.mlperf_log import Event
 class Interval:
     """An interval between a start line and its stop line.
 
-    The numbers of training sequences are those of the lines, or follow from the evaluations.
+    The numbers of training sequences come from the lines, or else from the evaluations.
     """
 
     start_ms: float  # since 1970

@@ -1,4 +1,4 @@
-"""`python -m submission.survey --results DIR`: score all results of a repository.
+"""`python3 -m tests.tools.survey --results DIR`: score all results of a repository.
 
 DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and
 <submitter>/results/<system>/<benchmark>/result_*.txt. The command prints one row for each result
@@ -119,7 +119,7 @@ def _label(finding: Finding) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m submission.survey",
+        prog="python3 -m tests.tools.survey",
         description="Score all results of a repository, and compare with the official tools.",
     )
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Time alternative launch settings of each Triton kernel on this GPU, at a benchmark's shapes.
 
-    ./run_and_time.sh throughput settings [--benchmark llama2_70b_lora] [--only RoPE]
+    ./run_and_time.sh throughput tiles [--benchmark llama2_70b_lora] [--only RoPE]
 
 For authors of common/kernels. The results of the kernels are compared with the reference.
 
@@ -26,7 +26,6 @@ from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton.testing import do_bench_cudagraph
 
 from common import benchmarks, known_issues
 from common.command_line import count
@@ -46,8 +45,9 @@ from common.self_test.kernel_cases import (
 from common.self_test.kernels import KERNEL_DB, against_reference
 from common.self_test.results import SelfTestResult
 from launch.preflight.measure import median_s
+from throughput.timing import launch_us
 
-SECONDS = 0.02  # time to measure for each candidate
+ATTENTION_S = 0.02  # time to measure for each way to compute attention
 # Op of common/self_test/kernel_cases.py -> the function that returns its launch settings.
 SETTINGS = {
     "add + RMS norm": "rms_norm.add_rms_norm_settings",
@@ -168,7 +168,9 @@ def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> flo
     d_out = draw(*leaves[0].shape, dtype=sizes.dtype)
     with sdpa_kernel(backend):
         return 1e6 * median_s(
-            lambda: torch.autograd.grad(causal_attention(*leaves), leaves, d_out), device, SECONDS
+            lambda: torch.autograd.grad(causal_attention(*leaves), leaves, d_out),
+            device,
+            ATTENTION_S,
         )
 
 
@@ -245,9 +247,7 @@ def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
     """Return the microseconds of the op with Triton kernels, or why it failed.
 
     The time includes everything that the op launches, such as a transpose, or a clone of tensors
-    that it changes. The op runs in a CUDA graph, because many ops take less time on the GPU than
-    their launches take on the host. With events around single calls, one tile took 122 us in the
-    first line and 79 us in the last.
+    that it changes.
     """
     try:
         db = against_reference(case, sizes, device)
@@ -257,9 +257,6 @@ def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
         case("triton", quantizers)
         if sizes.fp8:
             quantizers.scaling.step_done()
-        median_ms = do_bench_cudagraph(
-            lambda: case("triton", quantizers), rep=int(1e3 * SECONDS), return_mode="median"
-        )
-        return f"{1e3 * median_ms:8.1f} µs"
+        return f"{launch_us(lambda: case('triton', quantizers)):8.1f} µs"
     except Exception as error:  # compiler errors have no common class
         return f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"

@@ -8,7 +8,8 @@ import synthetic_series
 from log_dialects import DIALECTS, write
 from synthetic_run import LORA, find, records, write_good
 
-from submission import official_tools, survey
+from submission import official_tools
+from tests.tools import survey
 
 pytest.importorskip("mlperf_logging")
 SETS = {  # system -> dialect, how each log is spoiled

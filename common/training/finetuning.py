@@ -1,4 +1,7 @@
-"""Assemble a Llama with adapters that train on a frozen base, and save the adapters."""
+"""Fine-tune a Llama by LoRA: adapters train on a frozen base, and are saved at the end.
+
+A benchmark calls `start` and `log_submission` of timed_run.py, and then `finetune`.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,81 @@ import torch
 
 from common.benchmarks import Rules
 from common.config import RunConfig
-from common.errors import CheckFailed
+from common.errors import CheckFailed, WeightsError
 from common.kernels.fp8 import fp8_dtypes
+from common.model.checkpoint_loader import LoadReport, load_base
 from common.model.fused_lora_block import FusedLoraBlock
 from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
 from common.model.lora import AdapterSettings, adapter_parameters, init_adapters
 from common.model.peft_adapter import save_peft_adapter
+from common.model.precision import DTYPES
 from common.sharding.activation_offload import ActivationOffloader, layers_to_offload
 from common.sharding.frozen_base import FrozenBase
 from common.sharding.optimizer import UPDATE_RULES
 from common.sharding.processes import Processes
 from common.sharding.replicated import ReplicatedOptimizer
+from common.training import timed_run
 from common.training.assembly import Assembly
-from common.training.build import DTYPES, build
+from common.training.build import build
 from common.training.digest import fingerprint
 from common.training.reports import Reports
-from common.training.run import Run
+from common.training.run import Run, frozen_weights_folder
+
+
+def finetune(
+    run: Run,
+    reports: Reports,
+    rules: Rules,
+    processes: Processes,
+    lr_at: Callable[[int], float],
+    open_data: timed_run.OpenData,
+    padding: float = 0.0,
+) -> None:
+    """Load the base, train adapters and save them: the stages of a run after `log_submission`.
+
+    `lr_at`, `open_data`, `padding`: see `timed_run.train`.
+    """
+    folder = frozen_weights_folder(run)
+    assert folder is not None, "adapters have a frozen base"
+    loads: list[LoadReport] = []  # one entry, which `load` adds
+
+    def load(model: Llama, base: FrozenBase) -> None:
+        loads.append(load_frozen_base(reports, rules, folder, model, base))
+
+    with timed_run.self_tested(run, reports, rules, processes):
+        assembly, base = assemble_lora(run.config, rules, processes, run.seed, load)
+        before = base_fingerprints(assembly.model, base)
+        reports.phase_done("init", base_bytes=loads[0].bytes, base_seconds=loads[0].seconds)
+        save = partial(save_adapter, run, reports, rules, assembly.model, base, before, folder)
+        timed_run.train(run, reports, assembly, rules, lr_at, processes, open_data, save, padding)
+
+
+def load_frozen_base(
+    reports: Reports, rules: Rules, folder: Path, model: Llama, base: FrozenBase
+) -> LoadReport:
+    """Load the base weights in `folder`, with a heartbeat for each layer.
+
+    The SHA-256 of the files is checked if the folder has a manifest (see `prepare write-manifest`).
+    Raises WeightsError for missing or damaged weights.
+    """
+    manifest = folder / "manifest.json"
+    on_layer = partial(reports.heartbeat.write, 0, "loading")
+    try:
+        return load_base(model, folder, manifest if manifest.is_file() else None, base, on_layer)
+    except WeightsError as error:
+        error.do += f"; {rules.missing_weights_help}"
+        raise
+
+
+def assemble_random(config: RunConfig, rules: Rules, processes: Processes, seed: int) -> Assembly:
+    """Assemble adapters on a random base, to measure the speed of steps."""
+    return assemble_lora(config, rules, processes, seed, load_random)[0]
 
 
 def assemble_lora(
     config: RunConfig,
     rules: Rules,
-    adapters: AdapterSettings,
     processes: Processes,
     seed: int,
     load_frozen: Callable[[Llama, FrozenBase], object],
@@ -48,6 +103,7 @@ def assemble_lora(
     """
     shape = rules.shape
     kernels = config.kernels
+    adapters = AdapterSettings(rules.lora_rank, rules.lora_alpha, rules.lora_dropout)
     base = _frozen_base(config, rules, processes)
     linear = linear_layers(config.linear_format)
     frozen_weights = linear.frozen_base(base)
@@ -94,7 +150,7 @@ def _frozen_base(config: RunConfig, rules: Rules, processes: Processes) -> Froze
         processes,
         kernels=config.kernels,
         storage=config.frozen_base,
-        dtype=None if config.linear_format.stores_fp8 else DTYPES[config.precision],
+        dtype=None if config.linear_format.in_fp8 else DTYPES[config.precision],
         timeout_s=config.hang_timeout_s,
     )
 
@@ -152,8 +208,8 @@ def base_fingerprints(model: Llama, base: FrozenBase) -> list[int]:
 def save_adapter(
     run: Run,
     reports: Reports,
+    rules: Rules,
     model: Llama,
-    adapters: AdapterSettings,
     base: FrozenBase,
     base_before: list[int],
     base_folder: Path,
@@ -174,7 +230,7 @@ def save_adapter(
             "this is an internal error: please report it",
         )
     if run.rank == 0:
-        reports.heartbeat.write(reports.step, "save")
+        reports.saving()
         tensors = {
             name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()
         }
@@ -182,8 +238,8 @@ def save_adapter(
             run.run_dir / "adapter",
             tensors,
             model.shape,
-            adapters.rank,
-            adapters.alpha,
-            adapters.dropout,
+            rules.lora_rank,
+            rules.lora_alpha,
+            rules.lora_dropout,
             base_folder,
         )

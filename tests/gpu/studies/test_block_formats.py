@@ -7,9 +7,7 @@ import math
 
 import pytest
 import torch
-
-from common import linear_formats
-from common.kernels.block_formats import (
+from block_formats import (
     BLOCK_FORMATS,
     E2M1,
     E4M3,
@@ -19,6 +17,7 @@ from common.kernels.block_formats import (
     quantize,
     round_to,
 )
+from emulated_layers import PRECISIONS
 
 TORCHAO_ELEMENTS = {
     "mxfp8": torch.float8_e4m3fn,
@@ -107,12 +106,7 @@ def ties_and_neighbors(name):
 
 
 def test_a_config_knows_the_same_formats():
-    emulated = {
-        name for name, number_format in linear_formats.FORMATS.items() if number_format.emulated
-    }
-    assert set(BLOCK_FORMATS) == emulated and set(TORCHAO_ELEMENTS) | {"nvfp4"} == set(
-        BLOCK_FORMATS
-    )
+    assert set(BLOCK_FORMATS) == set(PRECISIONS) == set(TORCHAO_ELEMENTS) | {"nvfp4"}
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)

@@ -1,4 +1,4 @@
-"""`throughput llama --tune`: the step that is searched, and the row of the settings found."""
+"""`throughput llama --search`: the step that is searched, and the row of the settings found."""
 
 import argparse
 import json
@@ -75,23 +75,23 @@ def start(tmp_path, out: str, *words: str) -> dict:
 
 @pytest.mark.slow
 def test_the_settings_that_the_search_finds_are_measured(tmp_path, measurements):
-    row = start(tmp_path, "first", "--tune", "1")
+    row = start(tmp_path, "first", "--search", "1")
     assert (row["batch"], row["micro_batches"]) == (4, 2)
     assert "micro_batch_size=4" in row["note"]
     assert [(each.outcome, len(each.times_ms)) for each in measurements] == [("done", 2)]
     (folder,) = (tmp_path / "results" / "tune").iterdir()
     assert {"page.html", "journal.jsonl"} <= {path.name for path in folder.iterdir()}
 
-    again = start(tmp_path, "second", "--tune", "1", "--resume")
+    again = start(tmp_path, "second", "--search", "1", "--resume")
     assert again["batch"] == 4
     assert [*(tmp_path / "results" / "tune").iterdir()] == [folder]
     assert len(measurements) == 1
     with pytest.raises(ConfigError, match="--resume"):  # another step
-        start(tmp_path, "third", "--tune", "1", "--resume", "--lora")
+        start(tmp_path, "third", "--search", "1", "--resume", "--lora")
 
 
 def test_resume_needs_a_search(tmp_path, measurements):
-    with pytest.raises(ConfigError, match="--tune"):
+    with pytest.raises(ConfigError, match="--search"):
         start(tmp_path, "out", "--resume")
 
 

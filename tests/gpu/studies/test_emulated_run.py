@@ -2,13 +2,17 @@
 
 import json
 from dataclasses import asdict
+from unittest import mock
 
 import pytest
+import tiny
+from emulated_layers import install
 from synthetic_run import records
 from tiny import FP8_RULES as RULES
-from tiny import run, write_data
+from tiny import write_data
 
 from common.config import load
+from common.linear_formats import FORMATS
 from common.paths import ROOT
 from common.training import warmup
 from common.training.mllog import EMULATED_KEY
@@ -19,6 +23,13 @@ HEALED = f"{FORMAT} until step 6, then fp8"
 UNHEALED = f"{FORMAT} until step 9999, then fp8"  # in bf16, as what heals to FP8
 
 
+def run(folder, data, rules, linear, **options):
+    """Run the trainer with the format `linear` installed."""
+    with mock.patch.dict(FORMATS):
+        install(linear)
+        return tiny.run(folder, data, rules, linear=linear, **options)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data"), RULES)
@@ -27,7 +38,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def healed(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("healed") / "run"
-    return run(folder, data, RULES, linear=HEALED), folder
+    return run(folder, data, RULES, HEALED), folder
 
 
 def formats(folder):

@@ -1,11 +1,15 @@
 """Linear layers in an emulated block format, and the later switch to FP8 or bf16 ("healing").
 
+`install` lets a config name such a format, in this process:
+
+    linear = "mxfp4+stochastic until step 340, then fp8"
+
 Until healing, the kernels store operands in the precision of the run. Each product first quantizes
-and dequantizes its factors along the dimension that it sums over (kernels/block_formats.py). After
+and dequantizes its factors along the dimension that it sums over (block_formats.py). After
 healing, products are computed in the format `then`. The history of FP8's scales begins there.
 
 Emulation shows the numerics only. It is slower than native products would be, and it keeps two
-copies of each weight in the precision of the run. This module is imported only if a config uses it.
+copies of each weight in the precision of the run.
 
 Attention, head, embedding and LoRA's adapters are not emulated. Neither is the copy of SwiGLU's
 input that LoRA keeps, because no product reads it.
@@ -13,15 +17,65 @@ input that LoRA keeps, because no product reads it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import block_formats
 import torch
 from torch import Tensor
 
-from common.kernels import block_formats
 from common.kernels.fp8 import SCALE, QuantizedTensor, Quantizer
-from common.linear_formats import LinearFormat
+from common.linear_formats import FORMATS, LinearFormat
 from common.model.linear_layers import BlockQuantizers, DelayedScaling, FrozenWeights, Quantize
+
+# Names in the MLPerf log, by the name in a config.
+PRECISIONS = {
+    "mxfp8": "fp8",
+    "mxfp8_hybrid": "fp8",
+    "mxfp6_e2m3": "mxfp6",
+    "mxfp6_e3m2": "mxfp6",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
+}
+# A format, its options in this order, and its end.
+SYNTAX = re.compile(
+    r"(?P<name>\w+)(?P<options>(\+stochastic)?(\+(random_)?hadamard)?(\+square_weights)?)"
+    r"( until (?P<until>step [1-9]\d{0,7}|loss \d{1,3}(\.\d{1,9})?), then (?P<then>fp8|bf16))?",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True)
+class EmulatedFormat(LinearFormat):
+    """An emulated block format. `in_fp8`: whether it heals to FP8."""
+
+    options: tuple[str, ...] = ()
+    # "step 340" or "loss 3.6": after this step, or at the first evaluation at or below this loss,
+    # the format ends. "": it never ends.
+    until: str = ""
+    then: str = ""  # the format after that: "fp8" or "bf16"
+
+
+def install(text: str) -> EmulatedFormat:
+    """Let a config of this process name the format `text`. Return it. Raises ValueError."""
+    match = SYNTAX.fullmatch(text)
+    if match is None or match["name"] not in PRECISIONS:
+        raise ValueError(f"{text!r} is not an emulated format")
+    then = match["then"] or ""
+    number_format = EmulatedFormat(
+        match["name"],
+        "emulated_layers:EmulatedLayers",
+        PRECISIONS[match["name"]],
+        weight_copies=2,  # casts have the precision of the run, in both layouts
+        in_fp8=then == "fp8",
+        emulated=True,
+        options=tuple(match["options"].split("+")[1:]),
+        until=match["until"] or "",
+        then=then,
+    )
+    FORMATS[text] = number_format
+    return number_format
 
 
 class EmulatedLayers(DelayedScaling):
@@ -29,7 +83,7 @@ class EmulatedLayers(DelayedScaling):
 
     def __init__(self, number_format: LinearFormat | None = None):
         super().__init__()
-        assert number_format is not None
+        assert isinstance(number_format, EmulatedFormat)
         self.format = number_format
         self.block_format = block_formats.BLOCK_FORMATS[number_format.name]
         self.stochastic = "stochastic" in number_format.options
@@ -83,7 +137,7 @@ class EmulatedLayers(DelayedScaling):
     # Operands and products.
 
     def active_quantizers(self, quantizers: BlockQuantizers) -> BlockQuantizers:
-        if not self.format.stores_fp8:
+        if not self.format.in_fp8:
             return BlockQuantizers()
         if not self.healed:
             return BlockQuantizers(kept_gate_up=quantizers.kept_gate_up)
@@ -94,7 +148,7 @@ class EmulatedLayers(DelayedScaling):
     ) -> QuantizedTensor:
         assert quantizer is not None
         if self.healed:
-            return super().weight(weight, quantizer if self.format.stores_fp8 else None, quantize)
+            return super().weight(weight, quantizer if self.format.in_fp8 else None, quantize)
         if quantizer.cached is None:
             rowwise = self._cast(weight, weight=True)
             if self.square_weights:
