@@ -8,7 +8,7 @@ and writes its results. In these keys of the store, <n> is a node and <k> a run:
     joined/<n>      number of launchers with NODE_RANK=n; more than one is an error
     data/<n>        node n has its data; the nodes write one after another, because they may share
                     a disk and build data on it
-    facts/<n>       config, code, packages, GPUs, data and weights of node n
+    facts/<n>       what must be equal on all nodes (node_facts.py), as it is on node n
     order/<k>       from node 0: run directory and seed
     ready/<k>/<n>   how node n cleared its page cache; the run starts when all nodes are ready
     status/<k>/<n>  while the ranks of node n run: the time and the ranks' files (heartbeats and
@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import socket
@@ -39,6 +40,7 @@ from pathlib import Path
 from common.atomic_write import write_whole
 from common.errors import ConfigError, Interrupted, RankLost, RunError, listed
 from common.terminal import print_stderr
+from launch import node_facts
 from launch.job import Node
 from launch.processes.supervise import GRACE_S
 
@@ -48,7 +50,11 @@ READY_S = 900.0  # for a node to clear gigabytes from the page cache, or to samp
 LOST_S = 30.0  # a node whose status does not change for this long during a run is lost
 ENDED_S = GRACE_S + 10.0  # for a node to stop its ranks
 VICTIMS_S = 5.0  # for node 0's ranks to end by themselves after ranks of another node failed
+WAITING_S = 30.0  # until node 0 says which nodes it waits for
+STILL_WAITING_S = 60.0  # until it says so again
 ANSWER_S = 20.0  # for a name server, or for the store, to respond
+# What node 0 waits for, by the beginning of a key.
+WAITS = {"data": "has its data", "facts": "has read its files", "ready": "has cleared its cache"}
 POLL_S = 0.1  # between two queries of the store
 RANK_FILE = re.compile(r"rank_(\d+)\.(heartbeat|(collectives\.)?json|stack|traceback)")
 FILE_LIMIT = 2**18  # most characters of a file that are sent to node 0
@@ -94,6 +100,8 @@ class Nodes:
         self.ranks_per_node = ranks_per_node
         self.others = range(1, node.count)
         self.exit_code = 1  # exit code that node 0 sends to the other nodes
+        self.failure = ""  # what ended the last run, which node 0 sends as well
+        self.note_at = math.inf  # when node 0 says which nodes it waits for
         self.run = 0
         self.store = None
         # node -> (time in its last status, local time when that status changed).
@@ -134,7 +142,7 @@ class Nodes:
                 self.put(f"left/{self.node.rank}", str(error))
         elif self.others:
             code = error.exit_code if isinstance(error, RunError) else self.exit_code
-            self.put("end", {"exit_code": code, "why": str(error or "")})
+            self.put("end", {"exit_code": code, "why": str(error or self.failure)})
             self._wait_until_others_left()
 
     def _wait_until_others_left(self) -> None:
@@ -192,11 +200,24 @@ class Nodes:
                 raise NodeLost(f"node {node} is lost", f"its launcher ended: {why}")
             if self.node.rank and (end := self._get("end")):
                 raise LeaderEnded(**end)
+            if time.monotonic() > self.note_at:
+                self._say_who_is_awaited(key, node)
             if time.monotonic() > deadline:
                 why = "it was not started, cannot reach node 0, or hangs"
                 raise NodeLost(f"node {node} did not write {key} within {limit_s:.0f} s", why)
             time.sleep(POLL_S)
         return value
+
+    def _say_who_is_awaited(self, key: str, node: int) -> None:
+        """Print which nodes are missing, or else what node 0 waits for: `key` of `node`."""
+        self.note_at = time.monotonic() + STILL_WAITING_S
+        missing = [str(each) for each in self.others if not self._get(f"joined/{each}")]
+        text = f"until node {node} {WAITS[key.partition('/')[0]]}"
+        if missing:
+            here = self.node.count - len(missing)
+            nodes = "node" if len(missing) == 1 else "nodes"
+            text = f"for {nodes} {', '.join(missing)} ({here} of {self.node.count} are here)"
+        print_stderr(f"node       0 of {self.node.count}, waiting {text}")
 
     def compare(self, ensure_data: Callable[[], None], facts: Callable[[], dict]) -> None:
         """Raise ConfigError on all nodes if `facts` of any node differ from those of node 0.
@@ -208,6 +229,7 @@ class Nodes:
             return
         if self.node.rank == 0:
             _require_free(self.node.port)
+            self.note_at = time.monotonic() + WAITING_S
         for node in range(self.node.count):
             if node == self.node.rank:
                 ensure_data()
@@ -217,11 +239,14 @@ class Nodes:
         differences: list[str] = []
         of_node_0 = self._wait("facts/0", 0, READY_S)
         for node in self.others:
-            differences += _differences(node, self._wait(f"facts/{node}", node, READY_S), of_node_0)
+            facts_there = self._wait(f"facts/{node}", node, READY_S)
+            for text in node_facts.differences(facts_there, of_node_0):
+                differences.append(f"node {node} has another {text}")
         if differences:
             raise ConfigError(
-                f"the nodes differ: {listed(differences)}",
-                "the nodes of a run need the same config, code, packages, GPUs, data and weights",
+                f"the nodes differ: {listed(differences)} on node 0",
+                "the nodes of a run need the same code, packages, config, engines, GPUs, driver, "
+                "variables, data and weights",
                 "make them equal (copy files from the right node), then start all nodes again",
             )
 
@@ -244,6 +269,8 @@ class Nodes:
         """
         if self.others:
             self.put(f"ready/{self.run}/{self.node.rank}", cleared)
+            if self.node.rank == 0:
+                self.note_at = time.monotonic() + WAITING_S
             answers = [
                 self._wait(f"ready/{self.run}/{node}", node, READY_S)
                 for node in range(self.node.count)
@@ -342,15 +369,6 @@ class Nodes:
             self.lost[node] = NodeLost(
                 f"node {node} is lost", f"it did not end its ranks within {ENDED_S:.0f} s"
             )
-
-
-def _differences(node: int, facts: dict, of_node_0: dict) -> list[str]:
-    """Describe each of the `facts` of `node` that is not that of node 0."""
-    return [
-        f"{key} is {facts.get(key)} on node {node} and {of_node_0.get(key)} on node 0"
-        for key in of_node_0 | facts
-        if facts.get(key) != of_node_0.get(key)
-    ]
 
 
 def _import_torch() -> None:

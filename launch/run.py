@@ -21,12 +21,13 @@ from common.errors import (
     RankLost,
     RunError,
     StorageError,
+    TargetMissed,
 )
 from common.estimate.verdict import expected_memory
 from common.paths import ROOT
 from common.records.run_record import RunRecord
 from common.terminal import inform, print_stderr, shown
-from common.training.continuation import base_record, data_record, newest
+from common.training.continuation import newest
 from launch import diagnosis, page_cache, run_directory, series
 from launch.console import closing, mlperf_line
 from launch.job import Job, ensure_data, trainer_command, trainer_environment
@@ -35,6 +36,7 @@ from launch.monitor import gpu_sampler as sampler
 from launch.monitor.screen import Screen
 from launch.monitor.tracking import tracked
 from launch.multi_node import LeaderEnded, Nodes
+from launch.node_facts import node_facts
 from launch.processes.supervise import (
     BEFORE_COLLECTIVES,
     Ending,
@@ -71,19 +73,9 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
         job = replace(job, environment={**job.environment, **engines.pins()})
     folder = job.log_dir / job.benchmark
 
-    def node_facts() -> dict:
-        """Return the facts that must be equal on all nodes.
-
-        The path of the data may differ, and the code need not be in a git repository.
-        """
-        may_differ = ("data", "commit")
-        facts = {key: value for key, value in series_identity.items() if key not in may_differ}
-        facts |= {"packages": versions["packages"], "model": str(job.rules.shape)}
-        return facts | facts_of_files(job)
-
     try:
         with Nodes(job.node, job.config.gpus_per_node) as nodes:
-            nodes.compare(functools.partial(ensure_data, job), node_facts)
+            nodes.compare(functools.partial(ensure_data, job), functools.partial(node_facts, job))
             while job.node.rank:  # until LeaderEnded is raised
                 _follow_next_run(job, versions, nodes)
             execute = functools.partial(run_once, job, versions, nodes)
@@ -97,23 +89,6 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
         # Report of the whole series, in the folder of the ledger.
         write_report(folder)
     return nodes.exit_code
-
-
-def facts_of_files(job: Job) -> dict[str, str]:
-    """Return "data NAME" or "weights NAME" -> size and sample of each file that the ranks read.
-
-    It is called before the runs, each of which clears the page cache before its clock starts.
-    """
-    weights = job.rules.weights_folder(job.config, job.data_dir, job.environment)
-    records = {
-        "data": data_record(job.data_dir, job.rules.data_files),
-        "weights": base_record(weights),
-    }
-    return {
-        f"{kind} {name}": f"{size} bytes with sampled SHA-256 {sha256}"
-        for kind, record in records.items()
-        for name, (size, sha256) in record.items()
-    }
 
 
 def _follow_next_run(job: Job, versions: dict, nodes: Nodes) -> None:
@@ -169,6 +144,7 @@ def _train_and_judge(
         org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
         mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.minutes * 60:.0f},{org},{start_date}")
     error, late_errors = judge(job, nodes, run_dir, ending, gone, result)
+    nodes.failure = f"{error.what}: {error.why}" if error else ""
     lines = error.lines() if error else ""
     checked = not error and all(late.kind != NOT_CHECKED for late in late_errors)
     print_stderr(*closing(result, lines, checked))
@@ -248,6 +224,8 @@ def judge(
         while saving the model.
     """
     error, failed_rank = _failure_of_processes(job, nodes, run_dir, ending, gone, result)
+    if error and error.kind != TargetMissed.kind and job.config.nodes > 1 and failed_rank:
+        error.what += f", on node {failed_rank['rank'] // job.config.gpus_per_node}"
     late_errors: list[RunError] = []
     if result.stands and not (error and error.kind == CheckFailed.kind):
         if error:

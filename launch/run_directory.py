@@ -141,16 +141,21 @@ def versions(root: Path, gpus: Probe) -> dict:
 
     Environment variables are left out, since they may hold secrets.
     """
-    names = [name for name, _ in requirements(root / "requirements.txt")] + list(OPTIONAL)
-    installed = {name: version_of(name) for name in names}
     changes = changes_of(root)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name, version in installed.items() if version},
+        "packages": package_versions(root),
         "commit": commit_of(root),
         "dirty": None if changes is None else bool(changes),
         "gpus": [str(device) for device in gpus.devices],
         "driver": gpus.driver or None,
         "system_tuning": system_settings.state(),
     }
+
+
+def package_versions(root: Path) -> dict[str, str]:
+    """Return name -> version of the installed packages that a run may use."""
+    names = [name for name, _ in requirements(root / "requirements.txt")] + list(OPTIONAL)
+    installed = {name: version_of(name) for name in names}
+    return {name: version for name, version in installed.items() if version}

@@ -51,6 +51,7 @@ BASE = {
     "common.machine.hardware",
     "common.machine.host",
     "common.machine.inventory",
+    "common.machine.network",
     "common.model.shapes",
     "common.packages",
     "common.paths",
@@ -428,13 +429,12 @@ def test_each_mode_of_throughput_is_that_of_one_benchmark():
 LIGHT_PACKAGES = ("launch", "submission", "system_tuning")
 NEED_TORCH_SOMETIMES = {  # import it in a function
     "launch.multi_node",  # that only a run of several nodes calls
-    "launch.preflight.nodes.under_torchrun",  # that only a rank of torchrun calls
 }
 # Run in processes that import torch anyway.
 NEED_TORCH = {
     "launch.processes.torchrun",
     "launch.preflight.measure",
-    "launch.preflight.nodes.collectives",
+    "launch.preflight.nodes.all_reduce",
 }
 LIGHT = [
     *sorted(BASE),

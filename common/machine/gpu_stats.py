@@ -60,6 +60,14 @@ AMD_ERRORS = {
 }
 HEALTH = ("utilization_percent", *AMD_ERRORS)  # values that preflight reads
 SAMPLED = tuple(name for name in VALUES if name not in AMD_ERRORS)  # once a second during a run
+# Name -> field of nvidia-smi. The values depend on the card and its settings, not on its load.
+NVIDIA_CONSTANTS = {
+    "VBIOS": "vbios_version",
+    "highest clock": "clocks.max.sm",
+    "highest memory clock": "clocks.max.memory",
+    "power limit": "enforced.power.limit",
+    "PCIe width": "pcie.link.width.current",
+}
 # nvml.h, nvmlClocksEventReasons. Bit 0 means idle and is not throttling.
 NVML_THROTTLE_REASONS = {
     0x02: "application clocks",
@@ -176,6 +184,42 @@ def with_throttling(before: Sequence[dict], after: Sequence[dict]) -> list[dict]
             reading["throttle"] = [name for name in AMD_LIMITS if later[name] != earlier[name]]
         readings.append(reading)
     return readings
+
+
+def read_constants(vendor: str, addresses: Sequence[str]) -> dict[str, str]:
+    """Return name -> value of firmware, highest clocks, power limit and PCIe width of the GPUs.
+
+    `addresses`: Device.address of each GPU.
+
+    If the GPUs differ, the value lists all that occur. It is "unknown" where the driver does not
+    report it. Clocks are in MHz, limits in W. Raises DriverError.
+    """
+    cards: list[dict[str, str]] = []
+    if vendor == "amd":
+        cards = [_amd_constants(Path(card)) for card in addresses]
+    elif vendor == "nvidia":
+        rows = ask_nvidia_smi(",".join(["uuid", *NVIDIA_CONSTANTS.values()]), os.environ)
+        by_uuid = {uuid: dict(zip(NVIDIA_CONSTANTS, row, strict=True)) for uuid, *row in rows}
+        cards = [by_uuid.get(address, {}) for address in addresses]
+    names = dict.fromkeys(name for card in cards for name in card)
+    constants = {}
+    for name in names:
+        values = {card.get(name) or "unknown" for card in cards}
+        constants[name] = " and ".join(sorted(values))
+    return constants
+
+
+def _amd_constants(card: Path) -> dict[str, str]:
+    """Return the constants of an AMD card (kernel documentation, gpu/amdgpu)."""
+    constants = {"VBIOS": read_text(card / "vbios_version")}
+    for path in sorted((card / "fw_version").glob("*_fw_version")):
+        constants[f"firmware {path.name.removesuffix('_fw_version')}"] = read_text(path)
+    for name, file in (("highest clock", "pp_dpm_sclk"), ("highest memory clock", "pp_dpm_mclk")):
+        levels = re.findall(r"(\d+)Mhz", read_text(card / file))
+        constants[name] = max(levels, key=int, default="")
+    constants["power limit"] = str(_amd_value(card, "power_limit_w") or "")
+    constants["PCIe width"] = read_text(card / "current_link_width")
+    return constants
 
 
 def pci_folders(vendor: str, addresses: Sequence[str], sysfs: Path = Path("/sys")) -> list[Path]:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 import sys
 import time
@@ -55,6 +56,9 @@ STOPPED = "stopped"
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 24  # characters
 CEILING = 0.85  # share of a sparkline's values below its highest bar
+# Lines of C++ stacks, which follow torch's own message.
+FRAME = re.compile(r"frame #\d+: |Exception raised from |<omitting python frames>")
+LOOKUP = "hostname of the client socket cannot be retrieved"  # for each connection
 PLAIN_S = 60.0  # between progress lines where nothing is redrawn
 
 
@@ -105,6 +109,7 @@ class Screen:
         self.loaded: Rate | None = None  # progress of loading the base weights
         self.began = self.shown = time.monotonic()
         self.broken = False
+        self.lookup_failed = False
 
     def __enter__(self) -> Screen:
         return self
@@ -137,7 +142,7 @@ class Screen:
 
         `to_the_end`: also print a last message that has no newline.
         """
-        messages = self.messages.lines(to_the_end)
+        messages = self._readable(self.messages.lines(to_the_end))
         news = self._read_events()
         if self.redraws:
             self.live = self.live or start_live(transient=False)
@@ -153,6 +158,19 @@ class Screen:
             end = "limit reached" if self.rules.target_loss else "ends"
             news.append(" · ".join([*parts, f"{end} in {self.time_to_limit()}"]))
         inform(*news)
+
+    def _readable(self, lines: list[str]) -> list[str]:
+        """Leave out C++ stacks, and all but the first failed look-up of a host name.
+
+        stderr.txt has them.
+        """
+        kept = []
+        for line in lines:
+            repeated = self.lookup_failed and LOOKUP in line
+            self.lookup_failed |= LOOKUP in line
+            if not repeated and not FRAME.match(line):
+                kept.append(line)
+        return kept
 
     def _read_events(self) -> list[str]:
         """Read new events and samples, and return a line for each evaluation."""

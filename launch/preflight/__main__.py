@@ -10,9 +10,8 @@ The output is a table with one row per check: ok, warn, refuse, or skipped with 
 does not mean passed. Exit code 0 if no check refuses, 18 if one does, 2 for a wrong command line or
 config. See docs/preflight.md.
 
---nodes checks several hosts and the network between them: each host by itself, then every link,
-then collectives. It names the hosts that fail. The checkout and its Python must have the same paths
-on all hosts.
+--nodes runs preflight on several hosts, compares the hosts, and measures all-reduce between them.
+It names the hosts that fail. The checkout and its Python must have the same paths on all hosts.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from common import benchmarks
 from common.command_line import (
@@ -44,6 +44,7 @@ from common.estimate.memory import host_bytes
 from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import GpuKind
 from common.known_issues import installed
+from common.machine import network
 from common.machine.gpu_stats import (
     HEALTH,
     DriverError,
@@ -55,15 +56,17 @@ from common.machine.gpu_stats import (
 from common.machine.hardware import Probe
 from common.machine.host import read_host
 from common.paths import ROOT
+from common.repository import commit_of
 from common.terminal import inform
-from launch.job import directories
-from launch.preflight import gpus, host
+from launch.job import Job, Node, directories
+from launch.node_facts import hardware_facts, machine_facts, node_facts
+from launch.preflight import gpus, host, kernel_log
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.nodes.examine import examine as examine_nodes
 from launch.preflight.rank_report import RankReport, read_ranks
 from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import supervise
-from launch.selection.check import GPUS, VERSIONS, Objection
+from launch.selection.check import GPUS, VERSIONS, Choice, Objection
 from launch.selection.choose import choose, name, require_gpus
 from launch.selection.machine import Machine
 from launch.selection.request import Request
@@ -73,7 +76,7 @@ QUICK_SECONDS = 0.5  # the same with --quick
 # What objections to a config are about if other rows tell it.
 ROWS_OF_THEIR_OWN = (GPUS, VERSIONS)
 # Options that need --nodes, and their defaults.
-OF_NODES = {"launcher": "", "deadline": 600.0, "out": Path("preflight_nodes")}
+OF_NODES = {"launcher": "", "deadline": 600}
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
 
 
@@ -88,9 +91,14 @@ class PreflightRequest:
     miniature: bool = False
     env: dict[str, str] = field(default_factory=dict)
     pinned_bytes: int = 0  # host memory that each process pins
-    # For the self-test of the ops; "" and None if only the machine is checked.
+    # "" and None if only the machine is checked.
     benchmark: str = ""
-    config: RunConfig | None = None
+    choice: Choice | None = None
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The config to check for, None if only the machine is checked."""
+        return self.choice.config if self.choice else None
 
     @property
     def device(self) -> str:
@@ -112,10 +120,13 @@ def examine(benchmark: str, rest: list[str]) -> None:
         return
     changed = [name for name, default in OF_NODES.items() if getattr(options, name) != default]
     refuse_without("--nodes", {f"--{name}": getattr(options, name) for name in changed})
-    rows, ranks = check(options, os.environ)
-    verdict = overall(rows)
-    answer = {"benchmark": options.benchmark, "verdict": verdict, "rows": rows, "ranks": ranks}
-    print(json.dumps(answer, default=asdict, indent=1) if options.json else table(rows))
+    rows, ranks, facts = check(options, os.environ)
+    if options.json:
+        head = {"benchmark": options.benchmark, "verdict": overall(rows)}
+        answer = {**head, "rows": rows, "ranks": ranks, **facts}
+        print(json.dumps(answer, default=asdict, indent=1))
+    else:
+        print(table(rows))
     refused = [row.check for row in rows if row.verdict == "refuse"]
     if refused:
         raise PreflightError(
@@ -165,24 +176,20 @@ def _add_node_options(parser: Parser) -> None:
     )
     several.add_argument(
         "--deadline",
-        type=number_between(1, 7200),  # an agent ends after 7200 s (nodes/agent.py)
+        type=number_between(1, 7200),
         default=OF_NODES["deadline"],
         metavar="S",
         help="seconds for the checks of each host by itself (default: 600)",
-    )
-    several.add_argument(
-        "--out",
-        type=Path,
-        default=OF_NODES["out"],
-        metavar="DIR",
-        help="directory for the lists of hosts and the page (default: preflight_nodes)",
     )
 
 
 def check(
     options: argparse.Namespace, environment: Mapping[str, str]
-) -> tuple[list[CheckRow], list[RankReport]]:
-    """Return all rows and the ranks' measurements. Raise ConfigError for an unknown benchmark."""
+) -> tuple[list[CheckRow], list[RankReport], dict]:
+    """Return all rows, the ranks' measurements, and what `preflight --nodes` compares.
+
+    Raise ConfigError for an unknown benchmark.
+    """
     known = benchmarks.names()
     if options.benchmark and options.benchmark not in known:
         raise ConfigError(
@@ -196,9 +203,15 @@ def check(
         require_gpus(wanted, machine)
         kind = machine.kind
     except PreflightError as error:
-        return [
-            CheckRow("GPU kind", "refuse", error.what, "unpartitioned GPUs of one kind", error.do)
-        ], []
+        return (
+            [
+                CheckRow(
+                    "GPU kind", "refuse", error.what, "unpartitioned GPUs of one kind", error.do
+                )
+            ],
+            [],
+            {},
+        )
     found = machine.probe
     request = requested_run(wanted, machine)
     rows = [*request.rows]
@@ -226,7 +239,37 @@ def check(
         rows.append(power_settings(found))
     if kind:
         rows.append(host.judge_known_issues(kind, installed(found.driver), environment))
-    return rows + measured_rows, ranks
+    rows.append(kernel_log.judge(*kernel_log.read()))
+    facts = describe(request, replace(machine, probe=found), environment) if options.json else {}
+    return rows + measured_rows, ranks, facts
+
+
+def describe(
+    request: PreflightRequest, machine: Machine, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what `preflight --nodes` compares. Raises DataError and WeightsError."""
+    gpus = machine.probe
+    facts = {"commit": commit_of(ROOT) or "none"}
+    if request.choice:
+        data_dir, log_dir = directories(request.benchmark, request.config, environment)
+        job = Job(
+            benchmark=request.benchmark,
+            selection=request.choice,
+            machine=machine,
+            data_dir=data_dir,
+            log_dir=log_dir,
+            environment=environment,
+            node=Node(),
+            save=False,
+        )
+        facts = node_facts(job)
+    return {
+        "gpus": len(gpus.devices),
+        "facts": facts | machine_facts(gpus, environment),
+        "hardware": hardware_facts(gpus),
+        "interfaces": network.interfaces(),
+        "rdma": network.rdma_ports(),
+    }
 
 
 def power_settings(found: Probe) -> CheckRow:
@@ -284,7 +327,7 @@ def requested_run(request: Request, machine: Machine) -> PreflightRequest:
         env=config.env,
         pinned_bytes=pinned,
         benchmark=request.benchmark,
-        config=config,
+        choice=choice,
     )
 
 

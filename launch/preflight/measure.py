@@ -172,16 +172,21 @@ def workloads(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], W
     return dict(zip(UNITS, functions, strict=True))
 
 
-def median_s(work: Callable[[], object], place: torch.device, seconds: float) -> float:
+def median_s(
+    work: Callable[[], object],
+    place: torch.device,
+    seconds: float,
+    group: dist.ProcessGroup | None = None,
+) -> float:
     """Return the median time of one call of `work` in seconds, over about `seconds`.
 
-    All ranks make the same number of calls: the largest that any rank would choose.
+    All ranks of `group` make the same number of calls: the largest that any rank would choose.
     """
     times_s(work, 3, place)  # warm-up, in which libraries choose their kernels
     estimate_s = statistics.median(times_s(work, 5, place))
     count = torch.tensor(max(5, int(seconds / estimate_s)), device=place)
     if dist.is_initialized():
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
     return statistics.median(times_s(work, int(count), place))
 
 

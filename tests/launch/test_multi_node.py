@@ -226,18 +226,22 @@ def test_node_0_decides_and_has_the_results(project, tmp_path):
     }
 
 
-def test_other_code_on_a_node_is_refused(project, tmp_path):
+def test_other_code_or_variables_on_a_node_are_refused(project, tmp_path):
     other = shutil.copytree(project, tmp_path / "other")
     with (other / "common/training/loop.py").open("a") as file:
         file.write("# changed\n")
     port = free_ports()
     ends = [
         finish(process)
-        for process in [launch(project, tmp_path, 0, port), launch(other, tmp_path, 1, port)]
+        for process in [
+            launch(project, tmp_path, 0, port, GLOO_SOCKET_IFNAME="lo"),
+            launch(other, tmp_path, 1, port, NCCL_ALGO="Tree"),
+        ]
     ]
     assert [code for code, _, _ in ends] == [2, 2]
     for _, _, error in ends:
-        assert "code_sha256" in error and "node 1" in error
+        assert "node 1" in error and "code" in error
+        assert "NCCL_ALGO" in error and "Tree" in error and "IFNAME" not in error
     assert not list(tmp_path.glob("out*/toy/2*")), "no run was begun"
 
 
@@ -338,6 +342,8 @@ def test_a_rank_of_node_1_fails_and_is_named_on_node_0(project, tmp_path, mode, 
     failure = json.loads((run_dir / "failure.json").read_text())
     assert (failure["kind"], failure["rank"]) == (kind, 3) and words in failure["what"]
     assert words in ends[0][2] and f"exit code {code}" in ends[1][2]
+    for _, _, error in ends:
+        assert any(words in line and "on node 1" in line for line in error.splitlines()), error
     rank_3 = tmp_path / f"out{0 if shared else 1}/toy/{run_dir.name}/node_1/ranks/rank_3.heartbeat"
     assert rank_3.read_text() == (run_dir / "ranks/rank_3.heartbeat").read_text()
     assert not alive(tmp_path)
@@ -495,12 +501,23 @@ def test_the_port_of_torchrun_is_in_use(leader):
     assert str(port) in other.value.why
 
 
-def test_a_node_that_is_not_started_is_named(leader, monkeypatch):
+def test_a_node_that_is_not_started_is_named(leader, monkeypatch, capsys):
+    """First while node 0 waits for it, then in the error."""
+    monkeypatch.setattr(multi_node, "WAITING_S", 0.0)
     monkeypatch.setattr(multi_node, "JOIN_S", 0.3)
     leader.store.delete_key("left/1")
     try:
         with pytest.raises(NodeLost, match="node 1"):
             leader.compare(lambda: None, dict)
+        [line] = capsys.readouterr().err.splitlines()
+        assert "waiting for node 1" in line and "1 of 2" in line
+        with (
+            pytest.raises(NodeLost),
+            Nodes(Node(1, 2, "127.0.0.1", leader.node.port), 1),
+        ):
+            leader.compare(lambda: None, dict)
+        [line] = capsys.readouterr().err.splitlines()[1:]
+        assert "until node 1" in line and "data" in line
     finally:
         leader.put("left/1", "")
 

@@ -201,6 +201,24 @@ def test_what_the_ranks_say_stands_above_and_is_kept(tmp_path, terminal_of):
     assert (tmp_path / "stderr.txt").read_text() == "warning of rank 3\nhalf a line"
 
 
+def test_cpp_stacks_and_repeated_look_ups_of_names_are_in_the_file_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    lookup = "[W1128 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved."
+    lines = [f"{lookup} err=-3", "[E TCPStore.cpp] recvValue failed", "Exception raised from recv"]
+    lines += [
+        "frame #0: c10::Error::Error()",
+        "<omitting python frames>",
+        f"{lookup} err=-2",
+        "end",
+    ]
+    with Screen(tmp_path, **about()) as view:
+        for line in lines:
+            os.write(view.stderr.fileno(), f"{line}\n".encode())
+            view.update()
+    assert sys.stderr.getvalue().splitlines() == [lines[0], lines[1], "end"]
+    assert (tmp_path / "stderr.txt").read_text().splitlines() == lines
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_lines_fit_the_terminal_and_break_between_words(tmp_path, terminal_of, columns):
     wide = terminal_of(columns=400)

@@ -862,7 +862,7 @@ def test_refusal_is_18_in_the_table_and_in_json(monkeypatch, capsys):
     monkeypatch.setattr(
         preflight_command,
         "check",
-        lambda options, environment: ([row, skipped("x", "why")], [rank()]),
+        lambda options, environment: ([row, skipped("x", "why")], [rank()], {"gpus": 1}),
     )
     assert preflight_command.main(["llama31_8b"]) == 18
     said = capsys.readouterr()
@@ -870,14 +870,14 @@ def test_refusal_is_18_in_the_table_and_in_json(monkeypatch, capsys):
     assert preflight_command.main(["llama31_8b", "--json"]) == 18
     answer = json.loads(capsys.readouterr().out)
     assert (
-        answer["verdict"] == "refuse"
+        (answer["verdict"], answer["gpus"]) == ("refuse", 1)
         and answer["rows"][0]["expected"] == "2"
         and answer["ranks"][0]["pci"] == "0000:00:00.0"
     )
     monkeypatch.setattr(
         preflight_command,
         "check",
-        lambda options, environment: ([replace(row, verdict="warn")], []),
+        lambda options, environment: ([replace(row, verdict="warn")], [], {}),
     )
     assert preflight_command.main(["llama31_8b"]) == 0
 
@@ -960,6 +960,8 @@ def test_preflight_on_this_cpu_with_two_gloo_ranks(tmp_path):
         rows["self-test"]["verdict"] == "ok" and "attention by flash" in rows["self-test"]["value"]
     )
     assert [one["phase"] for one in answer["ranks"]] == ["done", "done"]
+    assert {"code", "content of the config", "package torch", "driver"} <= answer["facts"].keys()
+    assert answer["facts"]["GPUs"] == "none" and answer["gpus"] == 0 and "rdma" in answer
     assert all(
         one["speeds"][name] > 0
         for one in answer["ranks"]

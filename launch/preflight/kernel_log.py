@@ -10,7 +10,7 @@ import re
 import subprocess
 from collections import Counter
 
-from launch.preflight.check_row import CheckRow, skipped
+from launch.preflight.check_row import CheckRow, graded, skipped
 
 COMMANDS = (["dmesg"], ["journalctl", "--dmesg", "--boot", "--quiet", "--no-pager"])
 READ_S = 20.0
@@ -47,16 +47,28 @@ def read() -> tuple[list[str], str]:
     return [], why
 
 
-def errors(lines: list[str]) -> dict[str, dict]:
-    """Return name of an error -> its verdict, the number of its lines, and the last of them."""
-    by_name: dict[str, dict] = {}
+def judge(lines: list[str], unreadable: str) -> CheckRow:
+    """Judge the errors in `lines` of the kernel log. `unreadable`: why it could not be read."""
+    expected = "no error of GPUs, memory, PCIe or network cards since boot"
+    if unreadable:
+        return skipped("kernel log", unreadable, expected)
     counts: Counter[str] = Counter()
+    verdicts = set()
     for line in lines:
         name, verdict = _error(line)
         if name:
             counts[name] += 1
-            by_name[name] = {"verdict": verdict, "count": counts[name], "last": line.strip()}
-    return by_name
+            verdicts.add(verdict)
+    value = "; ".join(f"{name} ({count} x)" for name, count in counts.items())
+    do = "see dmesg; reset or replace the part, then reboot, since errors are counted from boot"
+    return graded(
+        "kernel log",
+        value or "no such error",
+        expected,
+        do,
+        refuse="refuse" in verdicts,
+        warn="warn" in verdicts,
+    )
 
 
 def _error(line: str) -> tuple[str, str]:
@@ -69,16 +81,3 @@ def _error(line: str) -> tuple[str, str]:
         if re.search(pattern, line):
             return name, verdict
     return "", ""
-
-
-def judge(found: dict[str, dict], unreadable: str) -> CheckRow:
-    """Judge the errors in the kernel log. `found`: result of `errors`. `unreadable`: of `read`."""
-    expected = "no error of GPUs, memory, PCIe or network cards since boot"
-    if unreadable:
-        return skipped("kernel log", unreadable, expected)
-    if not found:
-        return CheckRow("kernel log", "ok", "no such error", expected)
-    verdicts = {error["verdict"] for error in found.values()}
-    value = "; ".join(f"{name} ({error['count']} x)" for name, error in found.items())
-    do = "see dmesg; reset or replace the part, then reboot, since errors are counted from boot"
-    return CheckRow("kernel log", "refuse" if "refuse" in verdicts else "warn", value, expected, do)

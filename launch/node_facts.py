@@ -1,0 +1,123 @@
+"""Facts that must be equal on all nodes of a run.
+
+Every start compares them (launch/multi_node.py), and so does `preflight --nodes`. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from common.machine import network
+from common.machine.gpu_stats import DriverError, read_constants, read_text
+from common.machine.hardware import Probe
+from common.paths import ROOT
+from common.training.continuation import base_record, data_record
+from launch import series
+from launch.job import Job
+from launch.run_directory import package_versions
+
+# Variables that change kernels or the transport between GPUs. Those that choose engines are left
+# out, because the chosen engines are compared.
+VARIABLES = re.compile(
+    r"(NCCL|RCCL|GLOO|TORCH_NCCL|TORCH_ROCM|PYTORCH|HSA|AMDGCN|HIPBLASLT)_\w+"
+    r"|GPU_MAX_HW_QUEUES|ZERO_STREAM_PRIORITY"
+)
+# The end of names whose values belong to one node: its interfaces, its files, what it prints.
+OF_ONE_NODE = re.compile(r"_(SOCKET_IFNAME|IB_HCA|HOSTID|DEBUG\w*|\w*FILE(NAME)?|DIR|PATH)$")
+# Parameters of the kernel's command line that affect speed. Others, such as root=, differ between
+# equal machines.
+BOOT_WORDS = re.compile(r"iommu|pci=|numa|hugepage|mitigations|cstate|isolcpus|pstate")
+DIGITS = 12  # of a digest, for display
+
+
+def node_facts(job: Job) -> dict[str, str]:
+    """Return the facts about this node as it would run `job`.
+
+    The path of the data may differ between nodes, and the code need not be in a git repository.
+    Call it before the runs, each of which clears the page cache before its clock starts: it reads
+    samples of the files. Raises DataError and WeightsError if one cannot be read.
+    """
+    identity = series.identity_of(job.selection, job.data_dir, None, ROOT, job.benchmark)
+    facts = {
+        "code": identity["code_sha256"][:DIGITS],
+        "config": identity["config"],
+        "content of the config": identity["config_sha256"][:DIGITS],
+        "device": identity["device"],
+        "model": str(job.rules.shape),
+    }
+    facts |= machine_facts(job.run_gpus, {**job.environment, **job.config.env})
+    for operation, engine in job.engines.versions.items():
+        facts[f"engine of {operation}"] = engine
+    return facts | _facts_of_files(job)
+
+
+def machine_facts(gpus: Probe, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the facts that do not depend on a job: software, GPUs, driver and variables."""
+    devices = Counter(map(str, gpus.devices))
+    facts = {
+        "Python": platform.python_version(),
+        "GPUs": "; ".join(f"{count} x {text}" for text, count in devices.items()) or "none",
+        "driver": gpus.driver or "none",
+    }
+    facts |= {f"package {name}": version for name, version in package_versions(ROOT).items()}
+    facts |= {f"variable {name}": environment[name] for name in compared(environment)}
+    return facts
+
+
+def hardware_facts(gpus: Probe, root: Path = Path("/")) -> dict[str, str]:
+    """Return facts that should be equal, because they affect speed: firmware, clocks and links.
+
+    `root`: of the file system. If the driver does not describe the GPUs, its message is a fact.
+    """
+    boot = [word for word in read_text(root / "proc/cmdline").split() if BOOT_WORDS.search(word)]
+    facts = {
+        "kernel": platform.release(),
+        "kernel command line": " ".join(sorted(boot)),
+        "nvidia_peermem": str((root / "sys/module/nvidia_peermem").exists()),
+    }
+    try:
+        constants = read_constants(gpus.vendor, [device.address for device in gpus.devices])
+        facts |= {f"GPU {name}": value for name, value in constants.items()}
+    except DriverError as error:
+        facts["GPU firmware and clocks"] = str(error)
+    for name, card in network.interfaces(root).items():
+        if card["card"]:
+            facts[f"interface {name}"] = f"{card['gbit_s']:g} Gb/s, MTU {card['mtu']}"
+    for name, port in network.rdma_ports(root).items():
+        facts[f"RDMA port {name}"] = f"{port['gbit_s']:g} Gb/s {port['link_layer']}"
+    return facts
+
+
+def compared(names: Iterable[str]) -> list[str]:
+    """Return the names of variables that must be equal on all nodes, sorted."""
+    return sorted(
+        name for name in names if VARIABLES.fullmatch(name) and not OF_ONE_NODE.search(name)
+    )
+
+
+def _facts_of_files(job: Job) -> dict[str, str]:
+    """Return "data NAME" or "weights NAME" -> size and sample of each file that the ranks read."""
+    weights = job.rules.weights_folder(job.config, job.data_dir, job.environment)
+    records = {
+        "data": data_record(job.data_dir, job.rules.data_files),
+        "weights": base_record(weights),
+    }
+    return {
+        f"{kind} {name}": f"{size} bytes with sampled SHA-256 {sha256[:DIGITS]}"
+        for kind, record in records.items()
+        for name, (size, sha256) in record.items()
+    }
+
+
+def differences(facts: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """Describe each of the `facts` of a node that differs from those of the `others`."""
+    return [
+        f"{name}: {facts.get(name, 'missing')} instead of {others.get(name, 'missing')}"
+        for name in dict.fromkeys([*others, *facts])
+        if facts.get(name) != others.get(name)
+    ]
