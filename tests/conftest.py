@@ -1,9 +1,7 @@
 """Shared fixtures: a process group of one rank, small token files, and one pair of ranks."""
 
-import fcntl
 import json
 import os
-import shutil
 import signal
 import sys
 
@@ -11,6 +9,7 @@ import fp8_on_cpu  # noqa: F401  (changes torch)
 import pytest
 import torch
 import yaml_by_libyaml  # noqa: F401  (changes yaml)
+from made_once import made_once
 from megatron_datasets import megatron  # noqa: F401  (a fixture)
 
 from common import engines
@@ -50,25 +49,6 @@ def processes():
 
     yield start_processes("cpu", 60.0)
     torch.distributed.destroy_process_group()
-
-
-def made_once(tmp_path_factory, name, make):
-    """Return the folder that make(folder) fills in the first of pytest's processes.
-
-    The other processes wait for it. Tests must only read it.
-    """
-    place = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        place = place.parent  # shared by all workers of this run
-    folder, done = place / name, place / f"{name}.done"
-    with (place / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # left by a failure
-            folder.mkdir()
-            make(folder)
-            done.touch()
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from compiling import OTHER_TRITONS, SPILLING_BY_DEFAULT, TARGETS, compiled_forms, kernel_modules
-from conftest import made_once
+from made_once import made_once
 
 from common.benchmarks import names
 from common.gpu_kinds import KINDS

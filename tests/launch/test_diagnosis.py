@@ -147,14 +147,13 @@ def test_a_log_that_cannot_be_read_now_is_read_again(tmp_path, monkeypatch, pati
 NO_RESULT = RunRecord(Path("result.txt"))
 GOOD_RESULT = RunRecord(Path("result.txt"), status="success", minutes=1.0)
 ONE_NODE = mock.Mock(lost={}, failed=False)
+JOB = mock.Mock(config=mock.Mock(nodes=1, world_size=2))
 
 
 def judged(run_dir, ending, result, verdict=None, gone=None, monkeypatch=None):
     """Return the outcome of a run on two ranks whose check ends with `verdict`."""
     monkeypatch.setattr(run, "_check", lambda run_dir: verdict)
-    job = mock.Mock()
-    job.config.world_size = 2
-    error, late_errors = run.judge(job, ONE_NODE, run_dir, ending, gone, result)
+    error, late_errors = run.judge(JOB, ONE_NODE, run_dir, ending, gone, result)
     return series.RunOutcome(error, result, "", tuple(late_errors))
 
 
@@ -254,9 +253,7 @@ def test_an_interrupted_run_is_continued_from_its_checkpoint(tmp_path, has_check
         }
         (before / "rank_0.safetensors").touch()
         (before / "facts.json").write_text(json.dumps({**facts, "ranks": 1, "digest": "x"}))
-    error, _ = run.judge(
-        mock.Mock(), mock.Mock(), run_dir, Ending(0, signal_number=15), None, NO_RESULT
-    )
+    error, _ = run.judge(JOB, mock.Mock(), run_dir, Ending(0, signal_number=15), None, NO_RESULT)
     assert (f"--continue '{run_dir}'" in error.do) is has_checkpoint
     assert json.loads((run_dir / "failure.json").read_text())["do"] == error.do
 

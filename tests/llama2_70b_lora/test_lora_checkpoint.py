@@ -8,8 +8,8 @@ from dataclasses import replace
 from test_lora_round_trip import TINY, start
 from tiny import facts
 
+from common.training import finetuning
 from common.training.continuation import BASE_FILES, CHECKPOINTS_FOLDER, base_record, newest
-from llama2_70b_lora import train
 
 RULES = replace(TINY, target_loss=0.1)
 
@@ -47,7 +47,7 @@ def test_a_lora_run_continues_bit_for_bit(processes, tmp_path):
 
 def test_a_base_that_changes_while_it_is_loaded_is_refused(processes, tmp_path, monkeypatch):
     """Only in runs with checkpoints, which record it."""
-    load_base = train.load_base
+    load_base = finetuning.load_base
 
     def load_and_replace(model, folder, *rest):
         report = load_base(model, folder, *rest)
@@ -57,6 +57,6 @@ def test_a_base_that_changes_while_it_is_loaded_is_refused(processes, tmp_path, 
         path.write_bytes(content)
         return report
 
-    monkeypatch.setattr(train, "load_base", load_and_replace)
+    monkeypatch.setattr(finetuning, "load_base", load_and_replace)
     _, error = start(tmp_path / "saves", RULES, processes, checkpoint="2")
     assert error.kind == "weights" and ".safetensors" in error.what

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import synthetic_run
 import synthetic_series as synthetic
-from conftest import made_once
 from log_dialects import dated
+from made_once import made_once
 from synthetic_run import LORA, PRETRAINING
 
 from common.errors import CheckFailed, ConfigError

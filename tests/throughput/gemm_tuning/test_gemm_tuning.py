@@ -396,9 +396,8 @@ def test_record_benches_training_and_evaluation_sizes(commands, tmp_path, capsys
     chosen = options(path=tmp_path / "new", set=["max_samples=64"])
     assert cli.record("llama31_8b", config, chosen) == 0
     ((command, env),) = commands
-    assert settings(command) == {"max_samples": "64", "global_batch_size": "8"} and command[
-        3:5
-    ] == ["bench", "llama31_8b"]
+    assert settings(command) == {"max_samples": "64", "global_batch_size": "8"}
+    assert command[2:4] == ["launch.bench", "llama31_8b"]
     assert command[command.index("--eval-sequences") + 1] == "8", (
         "a micro-batch for each of two ranks"
     )
