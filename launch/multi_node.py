@@ -53,7 +53,7 @@ VICTIMS_S = 5.0  # for node 0's ranks to end by themselves after ranks of anothe
 WAITING_S = 30.0  # until node 0 says which nodes it waits for
 STILL_WAITING_S = 60.0  # until it says so again
 ANSWER_S = 20.0  # for a name server, or for the store, to respond
-# What node 0 waits for, by the beginning of a key.
+# Beginning of a key -> the condition that node 0 waits for.
 WAITS = {"data": "has its data", "facts": "has read its files", "ready": "has cleared its cache"}
 POLL_S = 0.1  # between two queries of the store
 RANK_FILE = re.compile(r"rank_(\d+)\.(heartbeat|(collectives\.)?json|stack|traceback)")
@@ -87,7 +87,7 @@ class LeaderEnded(RunError):
 
 
 class Nodes:
-    """Connection of this node's launcher to those of all other nodes, as a context manager.
+    """Connection of this node's launcher to all other nodes' launchers, as a context manager.
 
     With one node, nothing is exchanged.
 
@@ -131,7 +131,7 @@ class Nodes:
         if launchers > 1:
             raise ConfigError(
                 f"two launchers have NODE_RANK={self.node.rank}",
-                "each node needs a number of its own",
+                "each node needs a different number",
                 "correct NODE_RANK",
             )
         return self
@@ -220,7 +220,7 @@ class Nodes:
         print_stderr(f"node       0 of {self.node.count}, waiting {text}")
 
     def compare(self, ensure_data: Callable[[], None], facts: Callable[[], dict]) -> None:
-        """Raise ConfigError on all nodes if `facts` of any node differ from those of node 0.
+        """Raise ConfigError on all nodes if any node's `facts` differ from node 0's.
 
         `ensure_data`: called before, on one node after another.
         """

@@ -115,7 +115,7 @@ def _facts_of_files(job: Job) -> dict[str, str]:
 
 
 def differences(facts: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
-    """Describe each of the `facts` of a node that differs from those of the `others`."""
+    """Describe each difference between a node's `facts` and `others`."""
     return [
         f"{name}: {facts.get(name, 'missing')} instead of {others.get(name, 'missing')}"
         for name in dict.fromkeys([*others, *facts])

@@ -20,7 +20,7 @@ GENERATION = "generation_config.json"
 def kept_entries(config: Config, data_dir: Path | None) -> dict[str, object]:
     """Return entries for config.json of the saved model, {} if there are none.
 
-    Context and ids are those of the weights that the run starts from. A run from random weights has
+    Context and ids come from the weights that the run starts from. A run from random weights has
     the context of its model, and the ids that `prepare text` recorded in `data_dir` (None: the
     folder is unknown). The context is at least the sequence length of the run. A Mistral stays one,
     with its sliding window.

@@ -139,7 +139,7 @@ def document_batches(
 
 
 def sequences_in(config: Config, index: Index) -> int:
-    """Return the number of training sequences in one epoch. `index`: that of the training data."""
+    """Return the number of training sequences in one epoch. `index`: of the training data."""
     if config.one_document_per_sequence:
         return int((index.sequence_lengths >= 2).sum())
     return whole_sequences(index.num_tokens, config.sequence_length)
@@ -148,7 +148,7 @@ def sequences_in(config: Config, index: Index) -> int:
 def padding_share(config: Config, index: Index) -> float:
     """Return the share of padding in the training sequences of one epoch.
 
-    `index`: that of the training data.
+    `index`: of the training data.
     """
     if not config.one_document_per_sequence:
         return 0.0
@@ -162,7 +162,7 @@ def padding_share(config: Config, index: Index) -> float:
 def epochs_text(config: Config, index: Index) -> str:
     """Describe how often the run reads the training text, and which tokens it never reads.
 
-    `index`: that of the training data.
+    `index`: of the training data.
     """
     length = config.sequence_length
     available = sequences_in(config, index)

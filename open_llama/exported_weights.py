@@ -56,7 +56,7 @@ def export(options: argparse.Namespace) -> None:
 def data_of_run(facts: dict, rules: Rules) -> Path | None:
     """Return the folder of the data, or None, with a note, if it holds the data of another run.
 
-    `facts`: those of the checkpoint. Older ones do not record the data, which are then accepted.
+    `facts`: the checkpoint's. Older checkpoints do not record the data, so any are accepted.
     """
     data_dir = data_folder(BENCHMARK, os.environ)
     stored = data_record(data_dir, rules.recorded_files(data_dir))
@@ -64,7 +64,7 @@ def data_of_run(facts: dict, rules: Rules) -> Path | None:
     if all(recorded.get(name) == identity for name, identity in stored.items()):
         return data_dir
     say(
-        f"note: {data_dir} holds other data or another tokenizer than those of the run: "
+        f"note: {data_dir} holds other data or another tokenizer than the run used: "
         "set DATADIR to copy the tokenizer"
     )
     return None

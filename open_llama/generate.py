@@ -36,7 +36,7 @@ def generate(options: argparse.Namespace) -> None:
         raise ConfigError(str(error), why, "pip install transformers") from error
     from open_llama.tokenizer import load_tokenizer
 
-    # A prompt may hold control tokens, such as those of a chat template.
+    # A prompt may hold control tokens, such as a chat template's.
     path = options.tokenizer or options.model
     tokenizer = load_tokenizer(path, options.eos, control_tokens=True)
     prompts = tokenizer.encode(options.prompt)

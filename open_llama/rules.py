@@ -33,7 +33,7 @@ SCHEDULES = ("cosine", "linear", "constant")  # after a linear warm-up
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """Config keys of this benchmark, in addition to those of RunConfig."""
+    """Config keys of this benchmark, in addition to RunConfig's."""
 
     # The machine. With gpu = "any" these keys are fitted to it, except `nodes` and, on a CPU,
     # `gpus_per_node`.
@@ -211,7 +211,7 @@ class Rules(benchmarks.Rules):
         return pairs
 
 
-# A log names the division "open", whose rules are those of config.toml beside the log.
+# A log names the division "open", whose rules are in config.toml beside the log.
 DIVISIONS: tuple[Rules, ...] = ()
 
 
@@ -282,7 +282,7 @@ def model_family(name: str) -> Family:
 
 
 def base_family(config: Config) -> Family:
-    """Return the model of the weights' config.json, or that of the key `model` if there is none.
+    """Return the model of the weights' config.json, or of the key `model` if there is none.
 
     Raises ConfigError.
     """

@@ -176,7 +176,7 @@ def _complete_record(data_dir: Path, about: dict[str, Any]) -> None:
     try:
         manifest = Manifest.read(path)
     except DataError as error:
-        what = f"{path} exists and is no record of a preparation"
+        what = f"{path} exists and is not a record of a preparation"
         do = "name another --data-dir"
         raise StorageError(what, "nothing is overwritten", do) from error
     if not manifest.files:

@@ -27,7 +27,7 @@ PIECE = re.compile(r".{1,2000}(?!\S)|.{1,2000}", re.DOTALL)
 VOCABULARY_BYTES = 1 << 30  # of the inputs that can be divided, read for a tokenizer
 PLACE_BYTES = 1 << 16  # read together, of JSON lines
 # tokenizer_config.json beside a trained tokenizer. Without it, transformers chooses a class by the
-# kind of the model. That of Qwen3 does not read SentencePiece: ids and text would be wrong.
+# kind of the model. Qwen3's class does not read SentencePiece: ids and text would be wrong.
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": "<s>",

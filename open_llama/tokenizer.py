@@ -194,8 +194,8 @@ def _tokenizer_json(path: Path, eos: str, control_tokens: bool) -> Tokenizer:
 def _token_settings(path: Path) -> dict[str, Any]:
     """Return the entries of tokenizer_config.json beside `path`, {} if there is no such file.
 
-    As in transformers, those of special_tokens_map.json win, unless tokenizer_config.json lists the
-    added tokens. Raises DataError.
+    As in transformers, entries of special_tokens_map.json win, unless tokenizer_config.json lists
+    the added tokens. Raises DataError.
     """
     config = _json_object(path.with_name(CONFIG))
     if "added_tokens_decoder" in config:

@@ -276,7 +276,7 @@ def _enter(path: Path, start: dict, state: str) -> None:
 def passing_evaluations(rules: Rules, batch: int) -> int:
     """Return the number of evaluations with which runs pass the RCP test.
 
-    It is that of the reference's mean, rounded up. Raises ConfigError if the reference has no runs
+    It is the reference's mean number, rounded up. Raises ConfigError if the reference has no runs
     at this global batch.
     """
     mean = mean_samples(rules, batch)

@@ -1,7 +1,7 @@
 """A run as the rules of MLPerf see it: its ruleset, the official verdict, and what it counts for.
 
-What happened in the run is its record (common/records/run_record.py). Standard library only, except
-for mlperf-logging, which decides whether a log is accepted.
+The record of the run (common/records/run_record.py) says what happened in it. Standard library
+only, except for mlperf-logging, which decides whether a log is accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Run(RunRecord):
     """A run, and what it counts for."""
 
     shown_round: str = ""  # the newest round that the log shows (submission/rounds.py)
-    ruleset: str = ""  # for its log; in a series, that of all logs
+    ruleset: str = ""  # for its log; in a series, for all logs
 
     def _fill(self) -> None:
         super()._fill()
@@ -50,7 +50,7 @@ class Run(RunRecord):
     def refused(self) -> tuple[str, ...]:
         """Reasons why the official compliance checker refuses the log.
 
-        Empty for a log without official rules: that of a miniature, or of no MLPerf benchmark.
+        Empty for a log without official rules: of a miniature, or of no MLPerf benchmark.
         """
         unofficial = self.division == OPEN and self.benchmark == benchmarks.open_benchmark()
         if self.is_miniature or unofficial:

@@ -1,4 +1,4 @@
-"""Training steps of FLUX.1-dev's transformer on random latents and text embeddings.
+"""Measure training steps of FLUX.1-dev's transformer on random latents and text embeddings.
 
 The model has 11.9 B parameters, in bf16, sharded over the GPUs.
 """

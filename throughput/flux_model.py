@@ -1,6 +1,6 @@
 """FLUX.1-dev's transformer: image and text streams with joint attention, then a single stream.
 
-The sizes are those of config.json in black-forest-labs/FLUX.1-dev (transformer). The blocks follow
+The sizes are from config.json in black-forest-labs/FLUX.1-dev (transformer). The blocks follow
 Esser et al. (arXiv:2403.03206, MM-DiT) and Dehghani et al. (arXiv:2302.05442, attention and MLP in
 parallel). B: batch, S: image tokens, T: text tokens, N = T + S, D: hidden size.
 
@@ -28,7 +28,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class FluxShape:
-    """Sizes of the transformer. The defaults are those of FLUX.1-dev."""
+    """Sizes of the transformer. The defaults are FLUX.1-dev's."""
 
     double_blocks: int = 19
     single_blocks: int = 38

@@ -221,7 +221,7 @@ def try_batch(request: FluxRequest, processes: Processes, size: int) -> int | No
         return None
     model, optimizer, batch = built.pop()
     optimizer.gather()
-    # As every later step, the second step starts with memory that torch has cached before.
+    # Like every later step, the second step starts with memory that torch has cached before.
     for _ in range(2):
         if not succeeds_everywhere(lambda: flow_loss(model, batch).backward(), processes):
             return None

@@ -1,4 +1,4 @@
-"""Matrix products on one GPU in FP16, BF16 and FP8, and copies of memory.
+"""Measure matrix products on one GPU in FP16, BF16 and FP8, and copies of memory.
 
 The products are calls of torch, and run in the BLAS libraries that torch uses.
 """
@@ -24,8 +24,8 @@ from throughput.result import Result, TimedRow
 from throughput.timing import REPEAT_MS, WARMUP_MS, kernel_ms, per_second
 
 # (M, K, N) -> description: squares, and the products for 16,384 tokens of Llama 70B (hidden size
-# 8192, FFN 28672, 64 heads and 8 key-value heads of 128) with tensor parallelism 8. The shapes are
-# those of an article by SemiAnalysis (published.json, gemm_llama_70b).
+# 8192, FFN 28672, 64 heads and 8 key-value heads of 128) with tensor parallelism 8. The shapes
+# come from an article by SemiAnalysis (published.json, gemm_llama_70b).
 SHAPES = {
     (4096, 4096, 4096): "square 4K",
     (8192, 8192, 8192): "square 8K",
@@ -294,7 +294,7 @@ def measure_copies(device: str, result: Result) -> None:
 
 
 def timed_copy(size: int, source: str, target: str) -> TimedRow:
-    """Time copies of `size` bytes from the memory of device `source` to that of `target`.
+    """Time copies of `size` bytes from device `source`'s memory to `target`'s.
 
     Host memory beside a GPU is pinned. Within one memory each byte counts twice.
     """

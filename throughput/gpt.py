@@ -1,4 +1,4 @@
-"""Training steps of GPTs of eight sizes, 30 M to 10 B parameters, on one GPU in plain torch.
+"""Measure training steps of GPTs in plain torch on one GPU: eight sizes, 30 M to 10 B parameters.
 
 --batch max finds the largest batch that fits, and --sweep measures all powers of two up to it.
 """

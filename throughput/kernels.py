@@ -1,11 +1,11 @@
-"""Time of each kernel at the benchmarks' shapes, and its bandwidth relative to that of a copy.
+"""Time each kernel at the benchmarks' shapes, and compare its bandwidth with a copy's.
 
     python -m throughput.kernels [--only NAME]
 
 Prints microseconds, the bandwidth (bytes that the kernel must move, per second), and its share of
 the bandwidth of a copy on the same GPU. Needs a GPU. The data is random, because the power of a GPU
-depends on the data. Times are those of `launch_us` (throughput/timing.py), with delayed scaling
-(one pass).
+depends on the data. `launch_us` (throughput/timing.py) takes the times, with delayed scaling (one
+pass).
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         },
         batch={
             "help": "sequences per GPU and step, or max for the largest that fits "
-            "(default: that of the benchmark, or max)"
+            "(default: the benchmark's, or max)"
         },
     )
     shared_options.add(parser, "gpus", warmup={"default": 3}, steps={"default": 10})

@@ -1,6 +1,6 @@
 """One measurement of `throughput llama`: a model on a number of GPUs, with settings that fit.
 
-The settings are those of the nearest file in configs/, changed as little as the memory requires.
+The settings come from the nearest file in configs/, changed as little as the memory requires.
 They are found by calculation: nothing runs here.
 """
 
@@ -45,7 +45,7 @@ class LlamaCase:
     config: RunConfig
     work: Workload
     kind: GpuKind | None  # None: a CPU
-    source: str  # origin of the settings, "" if they are those of a file in configs/
+    source: str  # origin of the settings, "" if it is a file in configs/
     largest: bool = False  # whether the batch is the largest that fits by calculation
 
     @property

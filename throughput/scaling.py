@@ -1,4 +1,4 @@
-"""Training steps on 1, 2, 4 and 8 GPUs, collectives by size, and the links between GPUs.
+"""Measure training steps on 1, 2, 4 and 8 GPUs, collectives by size, and the links between GPUs.
 
 Two strategies are measured: DDP trains a GPT, and ZeRO-2 a Llama with few layers. For each number
 of GPUs, a separate torchrun starts one process per GPU (throughput/scaling_rank.py). On a CPU, a
@@ -67,7 +67,7 @@ SCALING = Table(
     keys=("strategy", "model", "precision", "gpus", "batch", "seq"),
     value="tokens_per_s",
     formulas=(
-        "The time of a step is that of the slowest rank, optimizer included. Efficiency = tokens/s "
+        "The time of a step is the slowest rank's, optimizer included. Efficiency = tokens/s "
         "on n GPUs / (n x tokens/s on one). The batch per GPU is the same for all n.",
         "DDP: a GPT (`gpt`) replicated on each GPU, torch's DistributedDataParallel, bf16 "
         "throughout; on one GPU without the wrapper. ZeRO-2: this package's Llama 3.1 8B with "

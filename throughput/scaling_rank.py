@@ -176,7 +176,7 @@ def measure_steps(
 def measure_collectives(request: ScalingRequest, processes: Processes) -> list[dict]:
     """Measure each collective at each size. Return name, bytes and times_ms of each measurement.
 
-    The times are those of the slowest rank. With one rank, the list is empty.
+    The times are the slowest rank's. With one rank, the list is empty.
     """
     calls = []
     for name in COLLECTIVES if processes.world_size > 1 else ():

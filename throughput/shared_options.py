@@ -131,7 +131,7 @@ def check_torch(device: str, detected: Probe) -> None:
 def check_gpus(wanted: list[int], device: str, detected: Probe) -> None:
     """Raise ConfigError if there are fewer GPUs than the largest number in `wanted`.
 
-    On a CPU the numbers are those of processes, of which there may be one for each core.
+    On a CPU the numbers count processes, at most one per core.
     """
     available = len(detected.devices)
     kind = "GPUs"

@@ -1,7 +1,7 @@
 """Run all measurements, each in a separate process, and write one page with the results.
 
 If the same command is run again with the same --out, it continues where it was interrupted. The
-exit code is 0 if every part succeeded, otherwise that of the first part that failed. With
+exit code is 0 if every part succeeded, otherwise the first failed part's. With
 --against, it is 20 if a row is slower than the baseline allows.
 """
 

@@ -26,7 +26,7 @@ def write(
     """Write table.md and page.html into `folder`, and print the headline.
 
     `ended`: part -> command and outcome. `results`: part -> result, from `read_results`.
-    `verdicts` and `comparison`: those of --against, or empty. Raises StorageError.
+    `verdicts` and `comparison`: from --against, or empty. Raises StorageError.
     """
     tiles = headline(ended, results, verdicts)
     report.write(folder, title(results), [tiles, *comparison, *sections(folder, ended, results)])

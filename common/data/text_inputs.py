@@ -123,9 +123,9 @@ def _each_once(files: list[Path]) -> list[Path]:
 def _files_in(folder: Path) -> list[Path]:
     """Return the files to read in a folder and below it, sorted, and print what is left out.
 
-    Left out are files of other types, among them .json files, which are settings such as those of a
-    data set on disk, and hidden files and folders. Of a data set on disk, only the files of its
-    state.json are read, and never a cache. Linked folders are entered. For errors see
+    Left out are hidden files and folders, and files of other types. Among these are .json files,
+    which hold settings, for example of a data set on disk. In a data set on disk, only the files
+    of its state.json are read, and never a cache. Linked folders are entered. For errors see
     `input_files`.
     """
 

@@ -160,7 +160,7 @@ def _tokens(part: Path, split: str) -> Path:
     return part.with_suffix(f".{split}.bin")
 
 
-_encode: Encode | None = None  # that of this worker process
+_encode: Encode | None = None  # this worker process's
 
 
 def _start_worker(work: Work) -> None:
@@ -179,7 +179,7 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def write_part(part: list[Source], path: Path, work: Work) -> None:
-    """Tokenize the documents of `part`, and write `path` last, so that it stands for a whole part.
+    """Tokenize the documents of `part`, and write `path` last: if it exists, the part is complete.
 
     `_tokens(path, split)` has the tokens of a split's documents one after another. `path` has their
     lengths, and as `fractions` the lowest and highest validation fraction at which a document

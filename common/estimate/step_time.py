@@ -16,7 +16,7 @@ from common.gpu_kinds import GpuKind
 # Time of a step in bf16 divided by that in FP8: 11,223 and 15,829 tok/s/GPU with the 8B on 2 H200s.
 # Assumed for every model and GPU.
 BF16_OVER_FP8 = 1.41
-# Smallest hidden size of the models that the efficiencies were fitted to, that of the 8B. Kernels
+# Smallest hidden size of the models that the efficiencies were fitted to: the 8B's. Kernels
 # other than matrix products take a larger share of narrower models. With 2,048, the 1B of
 # pretrain_1b.toml reaches 74 % of the calculated tokens/s on an H100 and 76 to 81 % on an H200.
 FITTED_HIDDEN_SIZE = 4096

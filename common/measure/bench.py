@@ -276,7 +276,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--model",
         default="",
-        help="shape of this model (default: that of the benchmark)",
+        help="use the shape of this model (default: the benchmark's)",
     )
     parser.add_argument(
         "--seq",

@@ -64,7 +64,7 @@ def memory_profiled(
 ) -> Callable[[], str] | None:
     """Record the allocations of `args.steps` steps, and compare their peak with `plan`.
 
-    `facts`: those of `facts_of`. On rank 0, return the function that `profiled` describes. On other
+    `facts`: from `facts_of`. On rank 0, return the function that `profiled` describes. On other
     ranks, return None.
     """
     recorded = memory_profile.record(step, args.steps, args.profile, assembly, processes)

@@ -1,8 +1,8 @@
 """Attribution of each instant of a profiled window to a kernel class. Without torch.
 
-The class of a kernel is that of the first pattern in NAMES that matches its name. If that class is
-vague (a copy, an elementwise kernel, an unknown name), the innermost op or range around its launch
-with a clear class decides.
+The first pattern in NAMES that matches a kernel's name gives its class. If that class is vague (a
+copy, an elementwise kernel, an unknown name), the innermost op or range around its launch with a
+clear class decides.
 
 If several kernels run at once, the instant belongs to one of them. Compute takes precedence over
 communication, then the main stream over others, kernels over copies, and the kernel that started

@@ -1,8 +1,8 @@
 """Comparison of two profiles, kernel by kernel, to explain the difference between their steps.
 
-Kernels are matched by class and name. Matrix products are matched by role and shape, so those of
-two vendors' libraries match as well. The times of all kernels and of idle add up to the step, so
-their changes add up to the change of the step. Standard library only.
+Kernels are matched by class and name. Matrix products are matched by role and shape, so the
+products of two vendors' libraries match as well. The times of all kernels and of idle add up to
+the step, so their changes add up to the change of the step. Standard library only.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MAX_BARS = 20  # a comparison with more rows has no plot
 
 # --- one result -----------------------------------------------------------------------------------
 
-# Keys of machine and versions -> their names on a page. Of other keys, _ becomes a space.
+# Keys of machine and versions -> their names on a page. In other keys, _ becomes a space.
 FACTS = {
     "started": "Date",
     "command": "Command",
@@ -178,7 +178,7 @@ def published_columns(
 ) -> list[tuple[str, bool, list[str]]]:
     """Return the columns to the right of `column`, with the values published for `gpu`.
 
-    They stand beside the column with the same key or, if there is none, beside the column of the
+    They appear beside the column with the same key or, if there is none, beside the column of the
     table's value.
     """
     parts = []
@@ -269,7 +269,7 @@ def _side_by_side(
 ) -> Section:
     """Return the section that compares one table of several results.
 
-    `labels`: names of the results. `keyed`: the rows of each result by their keys. `keys`: those of
+    `labels`: names of the results. `keyed`: the rows of each result by their keys. `keys`: keys of
     the rows to show.
     """
     by_key = {column.key: column for column in table.columns}

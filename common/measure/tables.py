@@ -41,7 +41,7 @@ def time_columns(
 ) -> tuple[Column, ...]:
     """Return the columns for the values that `spread` (throughput/timing.py) returns.
 
-    `count`: title of the number of samples. `title` and `format`: those of the median in ms.
+    `count`: title of the number of samples. `title` and `format`: of the median in ms.
     """
     percentiles = (Column(f"ms_p{part}", f"p{part}", "ms", format) for part in (10, 90))
     return (Column("samples", count, "", "d"), Column("ms", title, "ms", format), *percentiles)

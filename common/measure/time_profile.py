@@ -1,7 +1,7 @@
 """Time profile of some steps, by torch's profiler: trace, profile.json, table and page.
 
 Perfetto opens the trace. All ranks run the steps, and rank 0 is profiled and writes the files. The
-steps are those of `bench`: random tokens, optimizer included.
+steps are the same as in `bench`: random tokens, optimizer included.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def title(profile: dict) -> str:
 def sections(profile: dict) -> list[Section]:
     """Return the sections of the page: headline, facts of the run, and the tables of PARTS.
 
-    Tables without rows are left out. That of the classes has bars.
+    Tables without rows are left out. The table of the classes has bars.
     """
     kinds = {"ms": "nothing else runs", "hidden_ms": "behind other kernels"}
     bars = []

@@ -43,7 +43,7 @@ class _Call:
 
     name: str
     end_ns: int
-    product: Shape | None  # None if the call is no matrix product
+    product: Shape | None  # None if the call is not a matrix product
     epilogue: str = ""  # what the product's kernel also computes, such as " + SwiGLU"
     counted: bool = False  # whether the product's FLOPs are already counted
 

@@ -88,7 +88,7 @@ class RotaryEmbedding(nn.Module):
         sin: Tensor,
         quantizer: Quantizer | None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-        """Return the gradient of qkv [M, qkv_size] and those of this module's parameters.
+        """Return the gradients of qkv [M, qkv_size] and of this module's parameters.
 
         `gradients`: gradients of the rotated queries [batch, sequence, heads, head_dim], and of the
             rotated keys and of the values, each [batch, sequence, kv_heads, head_dim].

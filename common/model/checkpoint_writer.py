@@ -49,8 +49,8 @@ def write_checkpoint(
     last the index.
 
     `layout`: FUSED as in MLCommons' copy, or ORDINARY for `LlamaForCausalLM.from_pretrained`.
-    `dtype`: dtype of the stored weights (default: that of the parameters).
-    `entries`: of config.json, which replace those of `llama_config`.
+    `dtype`: dtype of the stored weights (default: the parameters' dtype).
+    `entries`: entries of config.json, which replace those from `llama_config`.
     `on_tensor`: called before each tensor is written.
 
     Raises OSError if writing fails, for example on a full disk, and WeightsError if a weight is not

@@ -259,7 +259,7 @@ def _rotation(path: Path, config: dict[str, Any]) -> tuple[float, RopeScaling | 
     if kind != "llama3":
         _refuse(path, "rope_scaling", kind)
     factor, low, high = (_number(path, key, rope.get(key)) for key in SCALING)
-    context = config.get(ORIGINAL_CONTEXT)  # wins over that of the scaling
+    context = config.get(ORIGINAL_CONTEXT)  # wins over the scaling's
     if context is None:
         context = rope.get(ORIGINAL_CONTEXT)
     if low >= high:
@@ -298,7 +298,7 @@ def _table(path: Path, config: dict[str, Any], key: str) -> dict[str, Any]:
 def _sliding_window(path: Path, config: dict[str, Any]) -> int | None:
     """Return the sliding window of all layers in tokens, or None if the model has none.
 
-    In transformers, only `sliding_window: null` turns off that of Mistral. Qwen3 has none unless
+    In transformers, only `sliding_window: null` turns off Mistral's. Qwen3 has none unless
     `use_sliding_window` is set, and Llama has none.
     """
     kind = config["model_type"]

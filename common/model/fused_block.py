@@ -314,7 +314,7 @@ class FusedBlockFunction(torch.autograd.Function):
         `keep`: there will be a backward.
         `recompute`: keep only x, and run the forward again in the backward.
         `trained`: the parameters that get a gradient, in the order in which `run_backward` returns
-            their gradients after that of x.
+            their gradients after x's.
         """
         out, saved = block.run(x, cos, sin, keep and not recompute)
         if keep:

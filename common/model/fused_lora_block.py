@@ -1,7 +1,7 @@
 """The transformer block of LoRA fine-tuning: frozen matrices with trainable adapters.
 
-The block computes what fused_block.py does, and the names are those of that file. W_qkv and W_o
-have adapters (model/lora.py):
+The block computes the same as fused_block.py, with the same names. W_qkv and W_o have adapters
+(model/lora.py):
 
     qkv    = W_qkv n_1 + scale * B_qkv t_qkv,  t_qkv = A_qkv dropout(n_1)
     branch = W_o o     + scale * B_o t_o,      t_o   = A_o dropout(o)

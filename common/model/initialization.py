@@ -25,8 +25,8 @@ def init_weights(
 ) -> None:
     """Draw all weights and pass each to `set_weight(parameter, full)`, with `full` in fp32.
 
-    The standard deviation of matrices is `std`, that of the output projections of blocks
-    std / sqrt(2 * num_layers). Norms are 1.
+    The standard deviation is std / sqrt(2 * num_layers) for the output projections of blocks, and
+    `std` for all other matrices. Norms are 1.
 
     Source: NeMo's `init_method_std` 0.02 and Megatron's scaled initialization of the residual
     outputs (GPT-2, section 2.3).

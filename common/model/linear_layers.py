@@ -284,7 +284,7 @@ class DelayedScaling(LinearLayers):
         self.history = torch.zeros(
             HISTORY, len(self.quantizers), dtype=torch.float32, device=device
         )
-        # `step_done` changes all scales but those of weights, which are set by each cast.
+        # `step_done` changes all scales except the weights', which each cast sets.
         self.delayed = torch.tensor(
             [not quantizer.weight for quantizer in self.quantizers], device=device
         )
@@ -339,7 +339,7 @@ class DelayedScaling(LinearLayers):
             quantizer.cached = None
 
     def start_pass(self, training: bool) -> None:
-        """Record amaxes in forwards of training, but not in those of evaluations."""
+        """Record amaxes in forwards of training, but not of evaluations."""
         for quantizer in self.quantizers:
             quantizer.recording = training
 

@@ -157,10 +157,9 @@ def _is_copied(path: Path) -> bool:
 
 
 def _config(base: Path, weights: dict[str, StoredTensor], models: Mapping[ModelShape, int]) -> dict:
-    """Return the content of config.json.
+    """Return the content of config.json: the base's, without references to modeling code.
 
-    It is that of the base, without references to modeling code. Raises WeightsError if the base has
-    none and its tensors are not those of one of `models`.
+    Raises WeightsError if the base has none and its tensors do not match any of `models`.
     """
     path = base / CONFIG
     if path.exists():
@@ -184,7 +183,7 @@ def _merged(shard: Path, updates: Updates, adapter: StoredAdapter) -> dict[str, 
     """Return the tensors of a shard with the adapters added, in the ordinary layout."""
     merged: dict[str, Tensor] = {}
     with safe_open(shard, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (it is no dict)
+        for name in file.keys():  # noqa: SIM118 (it is not a dict)
             weight = file.get_tensor(name)
             if name not in updates:
                 merged[name] = weight

@@ -1,6 +1,6 @@
 """Save trained adapters in the format of `peft`, for other programs.
 
-The format is that of peft 0.21: `PeftModel.save_pretrained` and `LoraConfig`.
+The format follows peft 0.21: `PeftModel.save_pretrained` and `LoraConfig`.
 
 We train one adapter on the fused query, key and value projection, A [rank, hidden] and
 B [qkv_size, rank], and one on the output projection. In `peft`, q_proj, k_proj and v_proj have an

@@ -65,7 +65,7 @@ class ModelShape:
 
     @property
     def attention_size(self) -> int:
-        """Width of all query heads, which is that of attention's output."""
+        """Width of all query heads, and of attention's output."""
         return self.num_heads * self.head_dim
 
     @property

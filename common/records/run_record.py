@@ -4,9 +4,9 @@ The files are the log, the run's lines in the ledger, and failure.json, config.t
 and events.jsonl beside the log. Each may be missing or truncated. Only a display that follows
 events.jsonl while it grows reads the file itself.
 
-The log may be that of any submitter. Values that decide a score are read as the official tools of
+The log may come from any submitter. Values that decide a score are read as the official tools of
 mlcommons/logging read them. Minutes begin at the last run_start before the first run_stop
-(result_summarizer). Samples are those of the last eval_accuracy before run_stop (rcp_checker).
+(result_summarizer). Samples come from the last eval_accuracy before run_stop (rcp_checker).
 
 Other values are read as far as possible. The logs of other submitters may
 
@@ -49,7 +49,7 @@ INTERVALS = tuple(
     for name in ("init", "run", "block", "epoch", "eval")
     for end in ("start", "stop")
 )
-# Keys of which all records are read. Of other keys, only the first record is read.
+# Keys whose records are all read. For other keys, only the first record is read.
 REPEATED = frozenset(
     {*INTERVALS, "eval_accuracy", "eval_error", "submission_benchmark", "global_batch_size", "seed"}
 )
@@ -126,7 +126,7 @@ class RunRecord:
         """Return the runs in `folder`, LOGDIR/<benchmark>, in the order of their starts.
 
         Earlier versions named run directories by local time, so their names do not give the order.
-        It is that of the ledger, otherwise that of the log. Directories without either come first,
+        It comes from the ledger, otherwise from the log. Directories without either come first,
         in the order of their names.
         """
         runs = []
@@ -295,7 +295,7 @@ class RunRecord:
 
     @property
     def started(self) -> str:
-        """Time of the start in the ledger, otherwise that of the log in the same form, or ""."""
+        """Time of the start in the ledger, otherwise in the log, in the same form, or ""."""
         if self.start:
             return str(self.start.get("started", ""))
         return self.began.strftime(ledger.TIME) if self.began else ""
@@ -363,7 +363,7 @@ class RunRecord:
                 return {name: record[name] for name in ENGINES if record.get(name)}
         return self.versions.get("engines") or {}
 
-    # What it measured.
+    # Measurements.
 
     @cached_property
     def records(self) -> list[dict]:
@@ -460,7 +460,7 @@ class RunRecord:
 
     @property
     def running(self) -> bool:
-        """Whether the run has not ended. A result or a failure is told before the ledger's end."""
+        """Whether the run has not ended. A result or a failure shows before the ledger's end."""
         return self.alive and not self.failure and not self.stands
 
     @property

@@ -13,7 +13,7 @@
     plan --mfu --model NAME|FILE --seconds S ...
                                           MFU of a measured step
 
-The batch of a model is that of one GPU. Exit code 0 if everything fits, 12 if something does not as
+A model's batch is per GPU. Exit code 0 if everything fits, 12 if something does not as
 this package trains it, 2 for a wrong command line or config. The formulas are in common/estimate/.
 """
 
@@ -169,7 +169,7 @@ def _add_model_options(parser: Parser) -> None:
         "--gpus",
         type=count,
         metavar="N",
-        help="number of GPUs (default: those of this machine; 1 with --gpu)",
+        help="number of GPUs (default: all of this machine; 1 with --gpu)",
     )
     parser.add_argument(
         "--lora",
@@ -355,7 +355,7 @@ def _show_scaling(benchmark: str, options: argparse.Namespace) -> int:
 
 
 def _benchmark_scaling(benchmark: str, options: argparse.Namespace, network: float) -> ScalingTable:
-    """Return the minutes to the target, or those of the run that --config describes.
+    """Return the minutes to the target, or of the run that --config describes.
 
     Raises ConfigError for a config that is not needed, and for one that is missing.
     """

@@ -302,7 +302,7 @@ def _cannot_be_shared(benchmark: str, config: RunConfig, batch: int, gpus: int) 
         options += " and its learning rate"
     else:
         value, interpolated = rate
-        source = "interpolated between the RCPs" if interpolated else "that of the RCP"
+        source = "interpolated between the RCPs" if interpolated else "the RCP's"
         options += f" --set opt_base_learning_rate={value:.3g} ({source})"
     return ConfigError(
         f"{gpus} GPUs cannot share a global batch of {batch}",

@@ -1,6 +1,6 @@
 """Plan: what a config, or a layout of a model, needs on some GPUs, and how `plan` describes it.
 
-The formulas are those of common/estimate/. Standard library only.
+The formulas are in common/estimate/. Standard library only.
 """
 
 from __future__ import annotations

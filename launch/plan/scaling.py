@@ -13,9 +13,9 @@ reaches the target first. Three effects decide:
 A config of `open_llama` keeps its global batch and its sequences. A model without a config keeps
 the sequences of a GPU, so its global batch grows with the GPUs.
 
-The step's arithmetic is that of common/estimate/step_time.py. The traffic is that of
-common/sharding/zero.py: per micro-batch a reduce-scatter within the node and an all-reduce between
-nodes, per step an all-gather within the node. Standard library only.
+The step's arithmetic is in common/estimate/step_time.py. The traffic is what
+common/sharding/zero.py sends: per micro-batch a reduce-scatter within the node and an all-reduce
+between nodes, per step an all-gather within the node. Standard library only.
 """
 
 from __future__ import annotations

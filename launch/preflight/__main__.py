@@ -73,7 +73,7 @@ from launch.selection.request import Request
 
 SECONDS = 3.0  # for which each speed is measured
 QUICK_SECONDS = 0.5  # the same with --quick
-# What objections to a config are about if other rows tell it.
+# Subjects of objections to a config that other rows report.
 ROWS_OF_THEIR_OWN = (GPUS, VERSIONS)
 # Options that need --nodes, and their defaults.
 OF_NODES = {"launcher": "", "deadline": 600}

@@ -103,7 +103,7 @@ class SearchResult:
     def cells(self, measurement: Measurement) -> dict[str, str]:
         """Return the cell of each column of HEAD.
 
-        "against best" says how much longer the step takes than that of the best config. A short
+        "against best" says how much longer the step takes than with the best config. A short
         measurement is compared with a short one, since the machine may still warm up.
         """
         times_ms = measurement.times_ms
@@ -129,7 +129,7 @@ class SearchResult:
         return memory_peak(config, self.target.work).allocated / GIB
 
     def rows(self) -> list[list[str]]:
-        """Return the table's row for each candidate. The columns are those of HEAD."""
+        """Return the table's row for each candidate, with the columns of HEAD."""
         return [[*self.cells(each).values()] for each in self.distinct()]
 
     def measured_values(self) -> list[MeasuredValue]:
@@ -140,7 +140,7 @@ class SearchResult:
     def _measured_values(self, name: str) -> list[MeasuredValue]:
         """Return one measurement for each value of the setting `name`, the fastest first.
 
-        It is that of the best config with this value, or else of the fastest candidate with it.
+        The measurement is of the best config with this value, or else of the fastest candidate.
         """
         chosen: dict[Value, MeasuredValue] = {}
         for each in self.distinct():  # the fastest first

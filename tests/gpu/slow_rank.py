@@ -45,7 +45,7 @@ from common.training.rank_comparison import COMPARISONS, BlockTimes, RankCompari
 from common.training.warmup import synthetic_batches
 from llama31_8b.rules import CLOSED, MINIATURE, Config
 
-SIZE = {"cuda": 1024, "cpu": 64}  # of the extra products: some 5 us each on an H200
+SIZE = {"cuda": 1024, "cpu": 64}  # of the extra products: some 5 µs each on an H200
 PRODUCTS = 200  # timed together
 UNTIMED = 30  # steps without events, to compare the step time with
 
@@ -125,7 +125,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--config", type=Path, help="default: that of so many H200s")
+    parser.add_argument("--config", type=Path, help="default: config for as many H200s")
     for name, default in (("layers", 16), ("steps", 260), ("at", 180)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--late", type=float, default=6.0, help="percent of a block's time")

@@ -74,7 +74,7 @@ class Case:
         return (linear.down_swiglu_backward(*arguments, gate_up, quantizer),)
 
     def results(self):
-        """Return the `result` of the kernels and that of the epilogues."""
+        """Return the `result` of the kernels and of the epilogues."""
         pairs = zip((LinearLayers, DelayedScaling), self.quantizers, strict=True)
         return [self.result(linear, quantizers) for linear, quantizers in pairs]
 

@@ -29,7 +29,7 @@ def losses(processes, reduce_scatter):
     )
     with attention_backends("cuda"):
         assembly = assemble_random(config, RULES, processes, seed=1)
-        # Every rank gets the batches of both: their gradients' mean is then that of one rank alone.
+        # Every rank gets the batches of both, so their gradients' mean equals one rank's gradient.
         source = synthetic_batches(
             RULES.shape.vocab_size, RULES.sequence_length, replace(processes, rank=0), 2
         )

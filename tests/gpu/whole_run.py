@@ -157,7 +157,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("benchmark", choices=["llama2_70b_lora", "llama31_8b"])
-    parser.add_argument("--data-dir", type=Path, help="default: that of ./run_and_time.sh")
+    parser.add_argument("--data-dir", type=Path, help="default: as for ./run_and_time.sh")
     parser.add_argument("--log-dir", type=Path, required=True)
     parser.add_argument("--stop-after", type=float)
     parser.add_argument("--kill-rank", type=int)

@@ -32,7 +32,7 @@ from common.paths import ROOT
 
 # triton-VERSION.txt: the hashes of the wheels of each of OTHER_TRITONS.
 HASHES = ROOT / "tests/kernels"
-# Beside the Triton that torch brings: that of ROCm's images with torch 2.10, and the newest.
+# Besides the Triton that torch brings: the one in ROCm's images with torch 2.10, and the newest.
 OTHER_TRITONS = ("3.6.0", "3.9.0")
 # architecture -> (backend, its name there, threads of a warp, shared memory of one block in bytes).
 # Sources: CUDA C programming guide, AMD CDNA3 and CDNA4 ISA guides.
@@ -52,8 +52,8 @@ def compiled_forms(arch: str, every: bool, triton: str = "") -> list[dict[str, A
     """Run this file in a process without the interpreter and return what it printed, one entry per
     form of a kernel.
 
-    `every`: compile all forms instead of those of `covering`. `triton`: one of OTHER_TRITONS
-    (default: the installed one).
+    `every`: compile all forms, not only the few that `covering` returns. `triton`: one of
+    OTHER_TRITONS (default: the installed one).
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     folders = [ROOT, ROOT / "tests/helpers"]
@@ -112,7 +112,7 @@ def kernel_modules() -> list[ModuleType]:
 
 @dataclass(frozen=True)
 class Form:
-    """What Triton compiles a kernel for: argument types, constants, attributes and options."""
+    """One form of a kernel for Triton: argument types, constants, attributes and options."""
 
     signature: dict[str, str]
     constants: dict[str, Any]

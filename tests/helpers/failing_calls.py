@@ -7,8 +7,8 @@ import re
 def fail_once(function, end: str, nth: int, number: int, done: bool):
     """Return `function` with its `nth` call on a path that ends in `end` failing with an errno.
 
-    `end`: regular expression of the end of the path. The path is the first argument, or that of the
-    file descriptor which is the first argument.
+    `end`: regular expression of the end of the path. The first argument is the path, or a file
+    descriptor of it.
     `done`: do the work first, as when NFS repeats a request whose answer was lost.
     """
     calls = 0

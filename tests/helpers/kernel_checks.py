@@ -20,7 +20,7 @@ def normal(*shape, seed=0, dtype=torch.float32, size=1.0):
 
 
 def error(value, truth):
-    """Return the L2 norm of the difference, relative to that of `truth`."""
+    """Return the L2 norm of the difference, relative to the norm of `truth`."""
     return float((value.double() - truth.double()).norm() / truth.double().norm())
 
 

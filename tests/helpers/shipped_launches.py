@@ -99,8 +99,7 @@ def launch_cross_entropy(sequences: int, vocab: int) -> None:
 def launch_block(shape: ModelShape, quantizers: Quantizers, trains: bool) -> None:
     """Launch the kernels of a block.
 
-    `trains`: whether the weights train, including those of the norms. If not, SwiGLU's input is
-    kept in FP8.
+    `trains`: whether the weights train, the norms' included. If not, SwiGLU's input is kept in FP8.
     """
     q, hidden, ffn = quantizers, shape.hidden_size, shape.ffn_hidden_size
     x, weight = bf16(TOKENS, hidden), bf16(hidden)

@@ -213,7 +213,7 @@ def find(log: list[dict], key: str, occurrence: int = 0) -> int:
     return [index for index, record in enumerate(log) if record["key"] == key][occurrence]
 
 
-# Logs of whole closed runs: the times of RunLog's lines are set to those of a run.
+# Logs of whole closed runs: RunLog's lines get the times of a run.
 
 
 @dataclass(frozen=True)
@@ -422,7 +422,7 @@ def gpu_samples(gpus: int, start_s: float) -> list[dict]:
     return sample_lines("a test", start_s, [{"name": "MI355X"}] * gpus, samples)
 
 
-# An attempt of a series, whose time is that of a clock.
+# An attempt of a series, timed by a simulated clock.
 
 
 class Clock:

@@ -62,7 +62,7 @@ LORA = replace(
     sequence_length=TINY.sequence_length,
     lora_dropout=0.0,
 )
-# Configs as dicts: the keys of both benchmarks, then those of each.
+# Configs as dicts: the keys that both benchmarks share, then each benchmark's own.
 COMMON = {
     "gpu": "CPU",
     "nodes": 1,

@@ -4,10 +4,10 @@ A lock has the packages of requirements-test.txt and their dependencies for ever
 on. requirements-cuda12.lock has the torch of requirements-cuda12.txt. launch/environment.py
 installs from the locks what a command needs.
 
-torch has the hashes of both Linux wheels: that of the package index, for CUDA, and that of
-pytorch.org's index, for CPUs. If the latter does not answer, the lock's hashes of this version are
-kept. The head names the pip for a Python without ensurepip. It also has the digest of the content
-for which a dry run of uv found wheels for every Python and machine.
+torch has the hashes of two Linux wheels: the package index's, for CUDA, and pytorch.org's, for
+CPUs. If pytorch.org does not answer, the lock's hashes of this version are kept. The head names
+the pip for a Python without ensurepip. It also has the digest of the content for which a dry run of
+uv found wheels for every Python and machine.
 
 Needs uv (`pip install uv`) and a network.
 """
@@ -58,7 +58,7 @@ def cpu_lines(page: str, version: str) -> list[str]:
 
 
 def with_cpu_hashes(lock: str, lines: list[str]) -> str:
-    """Return the lock with the hashes of `lines` added to those of torch, if they are missing."""
+    """Return the lock with the hashes of `lines` added to torch's, if they are missing."""
     hashes = "".join(
         f"    --hash={line.split()[-1]} \\\n" for line in lines if line.split()[-1] not in lock
     )

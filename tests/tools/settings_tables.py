@@ -163,7 +163,7 @@ def variables() -> set[str]:
         exported |= constants(tree)
     read: set[str] = set()
     for tree in trees:
-        known = exported | constants(tree)  # a file's own constants hide those of others
+        known = exported | constants(tree)  # a file's own constants hide other files'
         known |= loop_values(tree, known)
         for expression in variable_expressions(tree):
             values = strings_of(expression)

@@ -42,7 +42,7 @@ def rank_process(run_dir_of: Path) -> int | None:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        # The command line of torchrun ends in that of the rank.
+        # torchrun's command line ends in the rank's.
         module = words[words.index("-m") + 1] if "-m" in words else ""
         if module == "llama31_8b.train" and str(run_dir_of) in " ".join(words):
             return int(folder.name)

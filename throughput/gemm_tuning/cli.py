@@ -162,7 +162,7 @@ def check(benchmark: str, config: RunConfig, options: argparse.Namespace) -> int
     versions = _tuner(config).versions()
     for path in paths:
         count = len(read_tuned(path, versions))
-        print(f"{path}: {count} GEMMs; its versions are those of this machine")
+        print(f"{path}: {count} GEMMs; its versions match this machine")
     return 0
 
 

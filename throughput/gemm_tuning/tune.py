@@ -52,7 +52,7 @@ EXTREME_SCALES: tuple[tuple[float, float], ...] = (
 def versions() -> dict[str, str]:
     """Return the versions for which TunableOp accepts a file, by library.
 
-    They are torch's and, on AMD, also those of HIP, hipBLASLt, rocBLAS and the chip.
+    They are versions of torch and, on AMD, of HIP, hipBLASLt, rocBLAS and the chip.
     """
     return dict(cast(Any, tunable.get_validators()))
 
@@ -118,7 +118,7 @@ def fault(key: Key, device: torch.device) -> str:
     """Describe what is wrong with the tuned solution of `key`, or return "".
 
     The tuned solution must be about as accurate as the default one, also at extreme scales: its
-    error may be at most twice that of the default. The error is relative, in the Frobenius norm,
+    error may be at most twice the default's. The error is relative, in the Frobenius norm,
     against the fp32 product of the same operands.
     """
     call = reproduce(key, device)

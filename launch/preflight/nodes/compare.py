@@ -88,8 +88,8 @@ def judge_all_reduce(rate: float, nodes: int, rdma_gbit_s: float) -> CheckRow:
 def common_interfaces(networks: Mapping[str, Mapping[str, Mapping]]) -> list[str]:
     """Return the fastest interfaces of one name and one IPv4 network on all nodes.
 
-    `networks`: node -> interfaces (common/machine/network.py). Addresses must differ: those of
-    docker0 do not.
+    `networks`: node -> interfaces (common/machine/network.py). Addresses must differ, and docker0's
+    do not.
     """
     speeds = {}
     for name in dict.fromkeys(name for own in networks.values() for name in own):

@@ -1,7 +1,7 @@
 """Check several nodes: `preflight --nodes host1,host2,...`.
 
 1. Run `preflight --json` on each node. A node that does not answer in time delays no other node.
-2. Compare the answers. A node whose facts differ from those of most nodes fails.
+2. Compare the answers. A node fails if its facts differ from the most common ones.
 3. Measure all-reduce on the nodes that pass, in pairs and on all of them (all_reduce.py).
 """
 
@@ -100,7 +100,7 @@ class NodesCheck:
             self.rows[node] += [CheckRow(**row) for row in answer["rows"]]
 
     def compare(self) -> None:
-        """Add each node's rows about facts that differ from those of most nodes."""
+        """Add each node's rows about facts that differ from the most common ones."""
         for check, key, refuse in (
             ("software, GPUs and data", "facts", True),
             ("firmware, clocks and links", "hardware", False),

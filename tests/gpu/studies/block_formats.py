@@ -20,8 +20,8 @@ exception is a weight with one scale per square of 32 x 32 elements, or 16 x 16 
 `quantize` returns the elements and scales that a GPU with these formats would store, in fp32.
 `Blocks.dequantize` converts them to a tensor that any GPU can multiply in its compute dtype.
 `emulate` does both. A native implementation would replace the latter two. The dequantized values
-are exact in bf16, which has 8 significant bits, except those of NVFP4: they are multiples of t and
-are rounded to bf16.
+are exact in bf16, which has 8 significant bits, except NVFP4's: they are multiples of t and are
+rounded to bf16.
 
 If an element is NaN or infinite, its whole block becomes NaN, and in NVFP4 the whole tensor. The
 loss or the gradient norm then shows it, and the run stops.
@@ -40,10 +40,10 @@ from torch.nn import functional as F
 # NVFP4's block scales, in e4m3: its smallest normal number and its largest number.
 LEAST_BLOCK_SCALE = 2.0**-6
 LARGEST_BLOCK_SCALE = 448.0
-# NVFP4's smallest tensor scale t, which is also that of zeros. 1 / t / 2^-6 must be finite in fp32.
+# NVFP4's smallest tensor scale t, also used for zeros. 1 / t / 2^-6 must be finite in fp32.
 LEAST_TENSOR_SCALE = 2.0**-120
 HADAMARD_SIZE = 16
-# Random signs that were drawn once, because those of both factors of a product must be the same.
+# Random signs that were drawn once, because both factors of a product need the same.
 SIGNS = (1, -1, -1, 1, 1, 1, 1, -1, -1, 1, 1, 1, -1, 1, 1, -1)
 
 

@@ -110,7 +110,7 @@ class EmulatedLayers(DelayedScaling):
     ) -> Tensor:
         """Quantize and dequantize `x` along its last dimension, over which the product sums.
 
-        `dtype`: dtype of the result (default: that of `x`).
+        `dtype`: dtype of the result (default: `x.dtype`).
         """
         element = self.block_format.gradient_element if gradient else self.block_format.element
         return block_formats.emulate(

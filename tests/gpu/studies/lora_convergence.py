@@ -73,7 +73,7 @@ def train_base(size: Size, data_dir: Path, folder: Path, steps: int, processes: 
     # 0.02 is for narrow models: at width 8192 attention would start with random scores of std
     # 0.02^2 * 8192 = 3.3, whose softmax makes any rounding several times larger, and trains less
     # well. Then FP8 left 11.7 to 19.2 dB of the adapters' gradients, and 20.5 to 28.9 dB with this
-    # one (H200). By emulation it is the rounding of the forward, that of q and k above all: e4m3
+    # one (H200). By emulation the cause is rounding in the forward, above all of q and k: e4m3
     # weights alone leave 15.5 to 24 dB, activations alone 16 to 26, e5m2 gradients alone 28 to 36.
     # Gradients in e4m3 (+0.4 dB) and scales per row (-0.5 to +1.6 dB) changed little.
     init_std = min(PRETRAINING.init_std, size.shape.hidden_size**-0.5)

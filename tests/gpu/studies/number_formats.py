@@ -11,7 +11,7 @@ loss on unseen text and no validation set is needed. The miniature's own 0.87 mi
 be repeated 4.7 times in 500 steps, enough for 436 million weights to memorize them.
 
 Block formats are emulated (docs/number_formats.md), so only the losses are meaningful. The times
-say nothing about a GPU with hardware support. The emulation is that of fast_emulation.py. The study
+say nothing about a GPU with hardware support. fast_emulation.py emulates the formats. The study
 first prints how many elements it rounds differently from block_formats.py.
 
 All formats of a seed use the same weights, sequences and schedule, so the differences from bf16
@@ -195,9 +195,9 @@ def table(curves: Curves) -> str:
 
 
 def plot(curves: Curves, path: Path) -> None:
-    """Draw each format's loss minus that of bf16 over the steps.
+    """Draw each format's loss minus bf16's over the steps.
 
-    It is the mean over the seeds, with a band of one standard error.
+    Each curve is the mean over the seeds, with a band of one standard error.
     """
     from matplotlib.figure import Figure
 
@@ -207,7 +207,7 @@ def plot(curves: Curves, path: Path) -> None:
         shared = [seed for seed in by_seed if seed in curves["bf16"]]
         if name == "bf16" or not shared:
             continue
-        above = []  # for each seed, the loss minus that of bf16 at each step
+        above = []  # for each seed, the loss minus bf16's at each step
         for seed in shared:
             own = smoothed({seed: by_seed[seed]})
             bf16 = smoothed({seed: curves["bf16"][seed]})

@@ -29,9 +29,7 @@ TORCHAO_ELEMENTS = {
 
 
 def element_of(name):
-    return BLOCK_FORMATS[
-        name
-    ].gradient_element  # that of activations is another only in mxfp8_hybrid
+    return BLOCK_FORMATS[name].gradient_element  # `element` differs only in mxfp8_hybrid
 
 
 def ours(x, name, **options):
@@ -132,7 +130,7 @@ def test_ties_go_to_even_and_large_numbers_saturate(name):
 
 
 def test_ties_of_nvfp4_go_to_even():
-    """The scale of the tensor is 1 and those of the blocks are e4m3 numbers, so ties are exact."""
+    """The tensor's scale is 1 and the blocks' scales are e4m3 numbers, so ties are exact."""
     points = torch.tensor(
         [0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -2.5, -5.0, 0.0, -0.0, 4.0]
     )
