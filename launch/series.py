@@ -5,8 +5,8 @@ passed the checks. A failed attempt is followed by the next one, until more than
 attempts have failed since the command was started. SIGINT, SIGTERM and SIGHUP end the series, and
 --resume continues it.
 
-A series can also be continued after its launcher was killed. The last attempt is then recorded as
-lost and never counts as good, whatever its log says. While a launcher may be alive, no other one
+A series can also be continued after its launcher was killed. The last attempt then counts as good
+if its log has a result, else it is recorded as lost. While a launcher may be alive, no other one
 continues its series (common/lock_files.py).
 """
 
