@@ -194,10 +194,10 @@ def write_part(part: list[Source], path: Path, work: Work) -> None:
         while batch := list(islice(texts, BATCH_DOCUMENTS)):
             for text, ids in zip(batch, _encoded(batch, work.tokenizer), strict=True):
                 if ids:
-                    split = split_of(text, work.validation_fraction)
+                    draw = draw_of(text)
+                    split = split_of(draw, work.validation_fraction)
                     files[split].write(np.array(ids, dtype).tobytes())
                     lengths[split].append(len(ids))
-                    draw = draw_of(text)
                     draws = [min([*draws, draw]), max([*draws, draw])]
     arrays = {f"{split}_lengths": np.array(lengths[split], np.int64) for split in SPLITS}
     ends = [[draw / 2**64 for draw in draws]] if draws else []
@@ -224,9 +224,9 @@ def _encoded(texts: list[str], tokenizer: Path) -> list[list[int]]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def split_of(text: str, validation_fraction: float) -> str:
-    """Return the split of a document, which depends only on its text."""
-    return "validation" if draw_of(text) < validation_fraction * 2**64 else "train"
+def split_of(draw: int, validation_fraction: float) -> str:
+    """Return the split of a document by its `draw_of`, which depends only on its text."""
+    return "validation" if draw < validation_fraction * 2**64 else "train"
 
 
 def join(

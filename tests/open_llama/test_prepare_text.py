@@ -106,7 +106,7 @@ def expected(tokenizer, tmp_path_factory) -> dict:
     found = {split: [] for split in SPLITS}
     for each in TEXTS:
         ids = [model.bos_id(), *model.encode(each), model.eos_id()]
-        found[text_parts.split_of(each, VALIDATION)].append(ids)
+        found[text_parts.split_of(text_inputs.draw_of(each), VALIDATION)].append(ids)
     assert 5 < len(found["validation"]) < 50
     return found
 
@@ -226,7 +226,8 @@ def test_a_long_plain_text_becomes_several_documents(tmp_path, monkeypatch):
 
 
 def test_about_the_given_share_of_documents_is_for_validation():
-    shares = [text_parts.split_of(f"{number}", 0.25) == "validation" for number in range(2000)]
+    draws = [text_inputs.draw_of(f"{number}") for number in range(2000)]
+    shares = [text_parts.split_of(draw, 0.25) == "validation" for draw in draws]
     assert 0.2 < np.mean(shares) < 0.3
 
 
