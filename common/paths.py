@@ -1,4 +1,4 @@
-"""Paths of the repository's root, of a benchmark's data, and of this user's cache folder."""
+"""Paths of the repository's root, of data and results, and of this user's cache folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def data_folder(benchmark: str, environment: Mapping[str, str]) -> Path:
     """Return the directory of a benchmark's data: DATADIR, or its default in the repository."""
     return Path(environment.get("DATADIR") or ROOT / "data" / benchmark)
+
+
+def results_folder(environment: Mapping[str, str]) -> Path:
+    """Return the directory of all runs: LOGDIR, or its default in the repository."""
+    return Path(environment.get("LOGDIR") or ROOT / "results")
 
 
 def cache_folder(name: str) -> Path:

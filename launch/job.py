@@ -17,7 +17,7 @@ from common.config import RunConfig
 from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
 from common.machine.hardware import Probe
-from common.paths import ROOT, data_folder
+from common.paths import ROOT, data_folder, results_folder
 from common.records.run_record import RunRecord
 from common.records.trackers import require_installed
 from common.terminal import plural, print_stderr, shown
@@ -307,7 +307,7 @@ def directories(
         data = given
     else:
         data = ROOT / "data" / f"{benchmark}-miniature"
-    return data.absolute(), Path(environment.get("LOGDIR") or ROOT / "results").absolute()
+    return data.absolute(), results_folder(environment).absolute()
 
 
 def ensure_data(job: Job) -> None:

@@ -29,7 +29,7 @@ from statistics import median
 
 from common.command_line import Parser, program
 from common.errors import ConfigError
-from common.paths import ROOT
+from common.paths import results_folder
 from common.records import ledger
 from common.records.json_lines import is_number
 from common.records.run_states import GOOD
@@ -326,7 +326,7 @@ def _series_id(text: str) -> str:
 
 
 def _print_runs(options: argparse.Namespace) -> None:
-    folder = options.directory or Path(os.environ.get("LOGDIR") or ROOT / "results")
+    folder = options.directory or results_folder(os.environ)
     found: list[SeriesStatus] | list[RunRow]
     if options.series is not None:
         found = read_series(folder, options.series, datetime.now(UTC))
