@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.data.manifest import Manifest, facts_of
 from common.data.preparation import require_data_dir, say
-from common.errors import DataError
+from common.errors import DataError, WeightsError
 from common.terminal import Progress
 from llama2_70b_lora.data import OWN_FILES, read_rows
 from llama2_70b_lora.rules import Rules
-from llama2_70b_lora.weights_help import weights_help
 
 
 def verify_data(data_dir: Path, rules: Rules) -> None:
@@ -36,7 +37,17 @@ def verify_data(data_dir: Path, rules: Rules) -> None:
     )
 
 
-@weights_help()
+@contextmanager
+def _weights_help() -> Iterator[None]:
+    """Add the command that helps to a WeightsError that is raised inside the block."""
+    try:
+        yield
+    except WeightsError as error:
+        error.do += "; see ./run_and_time.sh llama2_70b_lora prepare --help"
+        raise
+
+
+@_weights_help()
 def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules: Rules) -> None:
     """Check names, shapes, dtypes and file sizes by the headers.
 
@@ -65,7 +76,7 @@ def verify_weights(weights: Path, manifest_path: Path | None, full: bool, rules:
         say("not checked: SHA-256 of the weights (needs --full)")
 
 
-@weights_help()
+@_weights_help()
 def write_manifest(weights: Path, output: Path, rules: Rules) -> None:
     """Write sizes and SHA-256 of a checkpoint's files to `output`, for later checks.
 
