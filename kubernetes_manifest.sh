@@ -21,8 +21,6 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 fi
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
-# shellcheck source=launch/container_variables.sh
-source "$root/launch/container_variables.sh"
 
 fail() { # what, why, what to do
     printf 'error: %s\n  why: %s\n  do:  %s\n' "$@" >&2
@@ -60,6 +58,10 @@ if [[ $vendor != amd && $vendor != nvidia ]]; then
     fail "unknown GPU_VENDOR: $vendor" 'known are amd and nvidia' 'correct or unset it'
 fi
 name=${JOB_NAME:-llama-training}
+passed=$(python3 -I "$root/common/variables.py" POD) ||
+    fail 'cannot tell which variables the container needs' \
+        'python3 could not run common/variables.py' \
+        'install Python 3.8 or newer, and put it on PATH'
 
 # Print a text as a YAML string, with the escapes of JSON.
 yaml() { # text
@@ -72,10 +74,8 @@ yaml() { # text
 variables() {
     local variable
     local index="metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    for variable in $(compgen -e); do
-        if is_user_variable "$variable" && [[ -n ${!variable:-} ]]; then
-            printf '        - {name: %s, value: %s}\n' "$variable" "$(yaml "${!variable}")"
-        fi
+    for variable in $passed; do
+        printf '        - {name: %s, value: %s}\n' "$variable" "$(yaml "${!variable}")"
     done
     if [[ $nodes -gt 1 ]]; then
         # The first pod of the JobSet: <set>-<job>-<job number>-<pod number>.<set>
