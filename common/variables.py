@@ -88,6 +88,8 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
             "GPU_VENDOR": "`nvidia`, `amd` or `none` (default: detected from the host's device"
             " files)",
             "JOB_NAME": "name of the job in `kubernetes_manifest.sh` (default: llama-training)",
+            "RDMA_RESOURCE": "RDMA devices of each pod of several nodes, as NAME:COUNT, such as"
+            " `rdma/hca:1`, for `kubernetes_manifest.sh`",
             "PIP_FIND_LINKS": "directory of wheels that the first command installs without an"
             " index",
             "PIP_INDEX_URL": "package index; FlashAttention-4 is installed only if it answers"
@@ -141,6 +143,8 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
             "PYTORCH_HIP_ALLOC_CONF": "the same, older name on ROCm",
             "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "`0`: FlashAttention-4 compiles its kernels"
             " at each start",
+            "NCCL_IB_DISABLE": "`1`: TCP instead of RDMA between nodes",
+            "NCCL_NET": "network between nodes: `IB` (RDMA), `Socket` (TCP) or a plugin",
             "OMP_WAIT_POLICY": "how idle OpenMP threads wait (default in `prepare`: passive)",
         },
     ),

@@ -361,6 +361,7 @@ NEW = names_in(
 OF_THE_HOST = names_in(
     """
     CONTAINER_ENGINE CONTAINER_OPTIONS GPU_VENDOR JOB_NAME PATH LD_LIBRARY_PATH PYTHONPATH CC
+    RDMA_RESOURCE
     PIP_FIND_LINKS PIP_INDEX_URL XDG_CACHE_HOME QUACK_CACHE_DIR CUDNN_HOME TRITON_CACHE_DIR
     FLASH_ATTENTION_CUTE_DSL_CACHE_DIR CUDA_HOME CUDA_PATH HIP_PATH TORCH_HOME CUDA_VERSION
     AITER_JIT_DIR TORCHINDUCTOR_CACHE_DIR HF_TOKEN WANDB_API_KEY TRITON_API_KEY NVTE_SECRET
@@ -496,14 +497,37 @@ def test_a_kubernetes_job_set_of_two_nodes():
     assert (spec["completions"], spec["completionMode"]) == (2, "Indexed")
     (launcher,) = spec["template"]["spec"]["containers"]
     assert launcher["resources"]["limits"] == {"amd.com/gpu": 8}
+    assert launcher["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     values = {each["name"]: each.get("value", each.get("valueFrom")) for each in launcher["env"]}
     assert values["MASTER_ADDR"] == "llama-training-node-0-0.llama-training"
     assert "job-completion-index" in str(values["NODE_RANK"])
 
 
+def test_pods_of_several_nodes_get_rdma_and_may_lock_memory():
+    for name, nodes in (("rdma/hca", 2), ("nvidia.com/hostdev", 4)):
+        job_set = manifest(DGXSYSTEM=f"MI355X_{nodes}x8", RDMA_RESOURCE=f"{name}:8")
+        (replicated,) = job_set["spec"]["replicatedJobs"]
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}}
+        kubernetes_validate.validate(job | replicated["template"], KUBERNETES, strict=True)
+        (launcher,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+        assert launcher["resources"]["limits"] == {"amd.com/gpu": 8, name: 8}
+        assert launcher["securityContext"] == {
+            "runAsUser": 0,  # Linux takes added capabilities from other users
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+        }
+    job = manifest(DGXSYSTEM="MI355X_1x8", RDMA_RESOURCE="rdma/hca:8")
+    (launcher,) = job["spec"]["template"]["spec"]["containers"]
+    assert launcher["resources"]["limits"] == {"amd.com/gpu": 8}
+    assert "add" not in launcher["securityContext"]["capabilities"]
+
+
 @pytest.mark.parametrize(
     "variables",
     [
+        {"RDMA_RESOURCE": "rdma/hca", "DGXSYSTEM": "H200_2x8"},
+        {"RDMA_RESOURCE": "rdma/hca:0", "DGXSYSTEM": "H200_2x8"},
+        {"RDMA_RESOURCE": 'a"b:1', "DGXSYSTEM": "H200_2x8"},
         {"DGXSYSTEM": "H200"},
         {"CONT": ""},
         {"DATADIR": "data"},
