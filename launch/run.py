@@ -69,6 +69,7 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
         job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark
     )
     series_identity["engines"] = engines.versions
+    series_identity["variables"] = select(Use.PACKAGED, versions["variables"])
     if job.selection.device == "cuda" and (request.goal != 1 or request.resume):
         # All runs of a series use the same engines, so they are pinned. If the self-test of a
         # pinned engine fails, the series stops.

@@ -14,11 +14,15 @@ import re
 import shlex
 import string
 import tarfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
+from common import engines
 from common.errors import CheckFailed, first_line
 from common.repository import GitError, git
+from common.text_tables import markdown
+from common.variables import Use, packaged, select
 from submission import own_log
 from submission.log_rules import DISCLOSURE_KEYS
 from submission.run import Run
@@ -82,7 +86,10 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
         "config": f"configs/{run.benchmark}/{config}",
         "commit": commit,
         "python": run.versions.get("python"),
-        "packages": run.versions.get("packages") or {},
+        "packages": run.versions.get("packages", {}),
+        "engines": run.engines,
+        "environment_variables": packaged(run.variables),
+        "system_tuning": run.versions.get("system_tuning", {}),
     }
     for key in KEYS:
         if run.log.value(key) is not None:
@@ -102,10 +109,15 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
 def _write_readmes(folder: Path, of_system: Path, run: Run, measurements: dict) -> None:
     """Write README.md into both directories. They differ only in their relative paths."""
     packages = measurements["packages"].items()
+    private = select(Use.PACKAGED, run.variables).keys() - measurements["environment_variables"]
     values = {
         **measurements,
         "packages": "\n".join(f"- {name} {version}" for name, version in packages),
         "hyperparameters": "\n".join(hyperparameters(run)),
+        "engines": _rows("operation", "engine", measurements["engines"]),
+        "variables": _rows("variable", "value", measurements["environment_variables"]),
+        "private": ", ".join(sorted(private)) or "none",
+        "host": _rows("setting", "state", measurements["system_tuning"]),
         "nodes": run.nodes,
         "gpus_per_node": run.gpus_per_node,
         "gpu": run.gpu,
@@ -114,6 +126,12 @@ def _write_readmes(folder: Path, of_system: Path, run: Run, measurements: dict) 
     readme = template.substitute(values, up="", here=f"./{of_system.name}")
     (folder / "README.md").write_text(readme)
     (of_system / "README.md").write_text(template.substitute(values, up="../", here="."))
+
+
+def _rows(name: str, value: str, items: Mapping[str, object]) -> str:
+    """Return a Markdown table of `items`, "none recorded" if there are none."""
+    rows = [[f"`{key}`", f"`{item}`"] for key, item in items.items()]
+    return markdown([name, value], rows).rstrip() if rows else "none recorded"
 
 
 def hyperparameters(run: Run) -> list[str]:
@@ -133,6 +151,20 @@ def hyperparameters(run: Run) -> list[str]:
             origin = "config"
         rows.append(f"| `{key}` | {run.log.value(key)} | {origin} |")
     return rows
+
+
+def pins(run: Run) -> dict[str, str]:
+    """Return the variables that pin the engines of `run`.
+
+    The self-test names the backend of torch's attention instead of its engine, SDPA.
+    """
+    variables = {}
+    for operation, variable in engines.VARIABLES.items():
+        if operation in run.engines:
+            name, *_ = str(run.engines[operation]).split()
+            known = [engine.name for engine in engines.ENGINES[operation]]
+            variables[variable] = name if name in known else engines.SDPA
+    return variables
 
 
 def without_dead_links(page: Path) -> str:
@@ -208,6 +240,7 @@ def _scripts(run: Run, config: str) -> dict[str, list[str]]:
         f"export MLPERF_SUBMISSION_ORG={org} MLPERF_SUBMISSION_PLATFORM={platform}"
         f" MLPERF_SUBMISSION_STATUS={status}"
     ]
+    exports = {**packaged(run.variables), **pins(run)}
     start = f"exec ./run_and_time.sh {run.benchmark}"
     return {
         "setup.sh": [
@@ -222,6 +255,8 @@ def _scripts(run: Run, config: str) -> dict[str, list[str]]:
         "run_and_time.sh": [
             cd_to_code,
             *identity,
+            "# The variables and the engines of the runs.",
+            *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
             f'export DGXSYSTEM={shlex.quote(config.removesuffix(".toml"))} NEXP="${{NEXP:-10}}"',
             start,
         ],
