@@ -28,6 +28,7 @@ from common.paths import ROOT
 from common.records.run_record import RunRecord
 from common.terminal import inform, print_stderr, shown
 from common.training.continuation import newest
+from common.variables import Use, select
 from launch import diagnosis, page_cache, run_directory, series
 from launch.console import closing, mlperf_line
 from launch.job import Job, ensure_data, trainer_command, trainer_environment
@@ -62,6 +63,7 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
         "rank_cpus": job.cpus,
         "engines": engines.versions,
         "faster_engines": [str(engine) for engine in engines.faster],
+        "variables": select(Use.RECORDED, {**job.environment, **job.config.env}),
     }
     series_identity = series.identity_of(
         job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark

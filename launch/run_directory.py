@@ -137,10 +137,7 @@ def _writing(path: Path, setting: str = "LOGDIR") -> Iterator[None]:
 
 
 def versions(root: Path, gpus: Probe) -> dict:
-    """Return Python, packages, commit, GPUs, driver and system settings, for versions.json.
-
-    Environment variables are left out, since they may hold secrets.
-    """
+    """Return Python, packages, commit, GPUs, driver and system settings, for versions.json."""
     changes = changes_of(root)
     return {
         "python": platform.python_version(),
