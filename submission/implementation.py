@@ -41,6 +41,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 # Names that begin with a dot are left out as well, because the repo checker refuses them. `write`
 # creates its own README.md.
 LEFT_OUT = (
+    "AGENTS.md",
     "tests",
     "run_tests.sh",
     "requirements-test.txt",

@@ -306,8 +306,8 @@ def _explain_rcp_bypass(benchmark: str, results: Path) -> None:
         f"{benchmark}: to upload a result that fails the RCP test, you need a reason that the"
         " results chair accepts"
     )
-    file = results / "package_checker_params"
-    print(f"  and a file without a newline:  printf rcp-bypass > {file}")
+    file = results / official_tools.BYPASS_FILE
+    print(f"  and a file without a newline:  printf {official_tools.RCP_BYPASS} > {file}")
 
 
 main = program(parser, _package)

@@ -32,7 +32,7 @@ from submission import (
 from submission.findings import Finding
 from submission.package_checks import PackageRequest
 from submission.run import Run
-from submission.series import TenRuns, read_series, ten_runs, windows
+from submission.series import TenRuns, read_series, ten_runs
 
 ROOT = synthetic.ROOT
 NAMES = [benchmark.rules.BENCHMARK for benchmark in (PRETRAINING, LORA)]
@@ -234,6 +234,7 @@ def test_the_tree_holds_what_ran_and_not_our_log_and_pictures(org_dir):
             "docs/log.md",
             "docs/results.md",
             "docs/results-archive.md",
+            "AGENTS.md",
             "CHANGELOG.md",
             "CONTRIBUTING.md",
         }
@@ -561,6 +562,7 @@ def test_a_description_that_does_not_fit_is_refused(case, changes, said):
         {"org": "unnamed"},
         {"implementation": ".hidden"},
         {"implementation": "a/b"},
+        {"system": Path("X.JSON")},
     ],
 )
 def test_names_that_cannot_be_are_refused(case, changes):
@@ -757,7 +759,7 @@ def more(case, count):
 def test_of_more_than_ten_the_median_window_is_taken(case):
     more(case, 4)
     case.write()
-    found = windows(read_series([case.folder / "logs" / NAMES[1]], synthetic.SERIES[:8]))
+    found = read_series([case.folder / "logs" / NAMES[1]], synthetic.SERIES[:8]).windows
     assert [each.runs[0].number for each in found] == [1, 2, 3, 4, 5]
     assert sorted(each.rank for each in found)[2] == chosen(case).rank
 
@@ -767,7 +769,7 @@ def test_of_two_windows_the_slower_one_is_the_median(case):
     case.write()
     assert (
         chosen(case).runs[0].number == 2
-        and chosen(case).rank > windows(read_series([case.folder / "logs" / NAMES[1]]))[0].rank
+        and chosen(case).rank > read_series([case.folder / "logs" / NAMES[1]]).windows[0].rank
     )
 
 
