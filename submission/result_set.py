@@ -16,6 +16,7 @@ from common.records.rcp import SUBMISSION_RUNS
 from submission import rounds
 from submission.examined_log import ExaminedLog
 from submission.findings import NOTE, Finding
+from submission.official_tools import BY_HAND
 
 NAME = re.compile(r"result_.*\.txt")  # the pattern of the official tools
 UNREADABLE = "line_format"  # rule of lines that the official parser cannot read
@@ -36,7 +37,7 @@ def shown_rounds(folder: Path) -> list[str]:
 
 
 def findings(logs: Sequence[ExaminedLog]) -> list[Finding]:
-    """Return the findings about the logs as a set: number, round, benchmark, batch and seeds.
+    """Return the findings about the logs as a set: number, round, power, benchmark, batch, seeds.
 
     The RCP checker refuses a set with different benchmarks or batches. The seed checker must be
     able to read the seeds, and no two logs may have the same one.
@@ -49,6 +50,10 @@ def findings(logs: Sequence[ExaminedLog]) -> list[Finding]:
     shown = [(examined.path.name, examined.shown_round) for examined in logs]
     if logs and (message := rounds.difference(shown, logs[0].verdict.rules)):
         findings.append(Finding(0, "round", message, "TR Results Resubmission", NOTE))
+    for folder in {examined.path.parent for examined in logs}:
+        if (folder / "power").exists():
+            message = f"{folder / 'power'} is not checked; the official tools read it: {BY_HAND}"
+            findings.append(Finding(0, "power", message, "power_measurement.adoc", NOTE))
     for key, values in {
         "submission_benchmark": [examined.benchmark for examined in logs],
         "global_batch_size": [examined.batch for examined in logs],
