@@ -59,6 +59,7 @@ from launch.plan.plans import (
     as_dict,
     config_plan,
     describe,
+    fetch_lines,
     plans_table,
     table,
 )
@@ -258,7 +259,8 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
     if choice is None:
         require_config(request)
         plans = all_plans(benchmark, {**request.overrides})
-        return {plan.source: plan for plan in plans}, [plans_table(ALL, plans), "", SOURCES]
+        lines = [plans_table(ALL, plans), "", *fetch_lines(benchmark), SOURCES]
+        return {plan.source: plan for plan in plans}, lines
     config = choice.config
     kind = machine.kind_of(config)
     plan = config_plan(benchmark, choice.derived or str(choice.path), config, kind)
