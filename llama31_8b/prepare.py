@@ -29,11 +29,12 @@ from common.data.manifest import Manifest, PairFacts
 from common.data.preparation import (
     Recipe,
     build_once,
+    lack_of_space,
     require_data_dir,
-    require_free_space,
     say,
 )
 from common.data.text_inputs import add_text_options
+from common.terminal import data_size
 from llama31_8b.rules import CLOSED, MINIATURE
 
 # Raise it when the corpus, the vocabulary or the format changes: existing data is then rebuilt.
@@ -47,7 +48,7 @@ DATA_URI = (
     "https://training.mlcommons-storage.org/metadata/llama-3-1-8b-preprocessed-c4-dataset.uri"
 )
 DOWNLOADER = "https://github.com/mlcommons/r2-downloader"
-DOWNLOAD_BYTES = 80_000_000_000  # approximate, from AMD's v5.1 README
+(DATA,) = CLOSED.downloads
 HOW_TO_FETCH = f"""\
 No token files were downloaded. MLCommons' storage requires a login in a browser, which this program
 cannot do for you.
@@ -57,7 +58,7 @@ Missing in {{data_dir}}: {{missing}}
    checks MD5 sums.
      git clone {DOWNLOADER}
      less r2-downloader/mlc-r2-downloader.sh
-2. Download about {DOWNLOAD_BYTES / 1e9:.0f} GB. A browser opens once. Without a browser, ask
+2. Download about {data_size(DATA.size_bytes)}. A browser opens once. Without a browser, ask
    MLCommons for service credentials (option -s).
      bash r2-downloader/mlc-r2-downloader.sh -d {{data_dir}} \\
        {DATA_URI}
@@ -112,13 +113,10 @@ def fetch(data_dir: Path, download_tokenizer: bool) -> None:
 
     `download_tokenizer`: download the tokenizer first.
 
-    The instructions are printed before an error is raised. Raises the errors of `download`, or
-    without a download PreflightError if the disk has too little space for the files.
+    The instructions are printed before an error is raised. Raises the errors of `download`.
     """
     if not download_tokenizer:
         _say_how(data_dir)
-        if any(not (data_dir / name).exists() for name in CLOSED.data_files):
-            require_free_space(data_dir, DOWNLOAD_BYTES, "the tokenized C4 of llama31_8b")
         return
     try:
         download(TOKENIZER_REPOSITORY, "main", [TOKENIZER_FILE], data_dir, "model")
@@ -134,6 +132,8 @@ def _say_how(data_dir: Path) -> None:
         say(f"{data_dir}: all four files are present. Check them:\n  {check} --full")
         return
     say(HOW_TO_FETCH.format(data_dir=data_dir, missing=missing, check=check))
+    if lack := lack_of_space(data_dir, DATA.size_bytes, DATA.what):
+        say(f"warning: {lack}")
 
 
 def convert(args: argparse.Namespace) -> None:

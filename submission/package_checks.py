@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.benchmarks import OPEN
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from common.records import ledger
@@ -21,6 +22,7 @@ from submission import describe, official_tools, rehearsal
 from submission.examined_log import ExaminedLog, examine
 from submission.findings import Finding
 from submission.log_rules import REHEARSAL_KEY
+from submission.official_tools import BY_HAND
 from submission.run import LOST, Run
 from submission.series import Series, TenRuns, read_series, ten_runs
 
@@ -91,11 +93,17 @@ def check_names(request: PackageRequest) -> None:
             "this name marks a rehearsal, which cannot be submitted",
             "give the name of your organization, and package series of real runs",
         )
+    if request.implementation == request.system.stem:
+        raise ConfigError(
+            f"--implementation {request.implementation} is also the name of --system",
+            "both are names of directories in implementations/",
+            "choose another --implementation",
+        )
     if request.out.exists() or request.out.is_symlink():
         raise ConfigError(
             f"--out {request.out} exists",
             "nothing is overwritten",
-            "choose another name, or remove it",
+            f"choose another name, or remove it; to add a system, see {BY_HAND}",
         )
 
 
@@ -194,8 +202,15 @@ def _require_benchmark_run(request: PackageRequest, run: Run, benchmark: str) ->
         f"--benchmark says that it is a log of {benchmark}",
         "correct --benchmark",
     )
+    division = run.log.value("submission_division")
     require(
-        run.log.value("submission_division") != "miniature",
+        division != OPEN,
+        f"{run.folder} ran in the open division",
+        "only results of the closed division are packaged",
+        f"make the tree by hand: {BY_HAND}",
+    )
+    require(
+        division != "miniature",
         f"{run.folder} is a miniature",
         "a miniature has its own target and is not a benchmark result",
         "run the benchmark, or try the packaging with --rehearse",

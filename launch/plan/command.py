@@ -62,6 +62,7 @@ from launch.plan.plans import (
     as_dict,
     config_plan,
     describe,
+    fetch_lines,
     plans_table,
     table,
 )
@@ -282,7 +283,8 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
                 "name one by --config, or its GPUs by DGXSYSTEM, such as DGXSYSTEM=MI355X_2x8",
             )
         plans = all_plans(benchmark, {**request.overrides})
-        return {plan.source: plan for plan in plans}, [plans_table(ALL, plans), "", SOURCES]
+        lines = [plans_table(ALL, plans), "", *fetch_lines(benchmark), SOURCES]
+        return {plan.source: plan for plan in plans}, lines
     config = choice.config
     kind = machine.kind_of(config)
     plan = config_plan(benchmark, choice.derived or str(choice.path), config, kind)
