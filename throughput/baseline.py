@@ -27,6 +27,7 @@ from common.measure import published, report
 from common.measure.files import read_json, write_json
 from common.measure.tables import Section, Table
 from common.records.json_lines import is_number
+from common.text_tables import number
 
 TOLERANCE = 0.03  # fraction below the baseline that passes, for rows without an entry in LIMITS
 BASELINES = Path(__file__).with_name("baselines")
@@ -247,7 +248,7 @@ def _verdict(row: BaselineRow, tables: list[MeasuredTable], limit: float | None)
         BaselineVerdict,
         f"{row.table}: {keys}",
         head,
-        format(row.value, form),
+        number(row.value, form),
         limit=limit,
         part=measured_by,
     )
@@ -261,7 +262,7 @@ def _verdict(row: BaselineRow, tables: list[MeasuredTable], limit: float | None)
     verdict = NOT_JUDGED
     if limit is not None:
         verdict = PASS if change >= -limit else FAIL
-    return verdict_of(value=format(value, form), change=change, verdict=verdict)
+    return verdict_of(value=number(value, form), change=change, verdict=verdict)
 
 
 def agrees(row: dict[str, Any], keys: dict[str, Any]) -> bool:
