@@ -26,7 +26,7 @@ from common.config import RunConfig
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.machine.hardware import config_names, config_path
-from common.model.shapes import ModelShape
+from common.model.shapes import ModelShape, TokenFlops
 from common.paths import ROOT
 
 OPEN = "open"  # the division of rules that a config sets
@@ -121,11 +121,9 @@ class Rules:
         return f"target {self.target_loss}" if self.target_loss else "no target"
 
     @property
-    def flops_per_token(self) -> int:
+    def training_flops(self) -> TokenFlops:
         """Training FLOPs per token as MFU counts them (formulas: common/model/shapes.py)."""
-        if self.lora_rank:
-            return self.shape.lora_flops_per_token(self.sequence_length, self.lora_rank)
-        return self.shape.training_flops_per_token(self.sequence_length)
+        return self.shape.training_flops(self.sequence_length, self.lora_rank)
 
     def eval_interval(self, global_batch_size: int) -> int:
         """Return the training sequences between evaluations: a whole number of steps."""

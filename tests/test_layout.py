@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "common.training": {
         "common.data",
+        "common.estimate.mfu",
         "common.kernels",
         "common.model",
         "common.records",

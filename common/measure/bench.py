@@ -92,9 +92,7 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
             sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
             require_sound(check_engines(sizes, processes.device), processes.device)
         assembly = training.assemble_random(config, rules, processes, args.seed)
-        meter = make_meter(
-            config, rules.sequence_length, rules.flops_per_token, processes, Events(None)
-        )
+        meter = make_meter(config, rules, processes, Events(None))
         measure(config, args, assembly, processes, meter)
 
 

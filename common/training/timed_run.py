@@ -273,9 +273,7 @@ def _prepare(
     on_phase = partial(reports.heartbeat.write, 0)
     digest = warm_up(assembly, batching, micro_batch_sizes, processes, on_phase)
     reports.phase_done("warmup", state_digest=digest)
-    reports.meter = make_meter(
-        config, rules.sequence_length, rules.flops_per_token, processes, reports.events, padding
-    )
+    reports.meter = make_meter(config, rules, processes, reports.events, padding)
     step = checkpoints.load() if checkpoints else 0
     if run.continues is not None:
         reports.meter.samples = step * config.global_batch_size
