@@ -28,9 +28,9 @@ from launch.selection.request import Request
 pytestmark = pytest.mark.quick
 
 VERSIONS = {
-    "torch": "2.10.0+rocm7.2.4",
-    "triton": "3.6.0+rocm7.2.4",
-    "rocm": "7.2.53211-e1a6bc5663",
+    "torch": "2.10.0+rocm7.2.4.lw.git3d3aa833",
+    "triton": "3.6.0+rocm7.2.4.git4ed88892",
+    "rocm": "7.2.4",
     "driver": "6.16.13",
 }
 each_card = pytest.mark.parametrize(
