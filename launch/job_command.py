@@ -20,6 +20,7 @@ from common.terminal import inform, outlive_readers
 from launch.console import header
 from launch.job import Job, note_on_one_node
 from launch.processes.supervise import raise_at_signals
+from launch.selection.machine import add_gpu_kind_option
 from launch.torch_build import missing_compiler, require_fitting_torch
 
 
@@ -51,6 +52,7 @@ def job_parser(
         choices=("cpu", "cuda"),
         help="device to use (default: the GPUs if there are any; cuda includes ROCm)",
     )
+    add_gpu_kind_option(parser)
     text = "print the name of the config and what would be started, and start nothing"
     parser.add_argument("--print", action="store_true", help=text)
     return parser

@@ -43,6 +43,7 @@ AMD_PRODUCTS = {
 # A device with less than this share of its kind's memory is a partition. The largest partitions,
 # DPX and 1/2 MIG, have half of the memory.
 WHOLE_CARD = 0.75
+CARD = re.compile(r"\b(PCIe|NVL)\b")  # in the names of cards that are no SXM modules
 MAX_GPUS = 8  # per node in all supported systems; more devices are partitions
 
 
@@ -79,13 +80,14 @@ class Probe:
 # --- from a probe to a kind
 
 
-def identify(gpus: Probe, override: str = "") -> GpuKind | None:
+def identify(gpus: Probe, override: str = "", forced: bool = False) -> GpuKind | None:
     """Return the kind of all visible GPUs, or None if there is no GPU.
 
     The kind of a GPU that is not in KINDS is derived. The driver reports memory, compute units and
     architecture. The peaks are 0 unless they are in DERIVED_SPEEDS.
 
-    `override`: value of the environment variable GPU_KIND.
+    `override`: value of GPU_KIND, for GPUs that the driver does not name, or of --gpu-kind.
+    `forced`: accept an override that contradicts the driver's name, as --gpu-kind does.
 
     Raises PreflightError if a GPU is partitioned, if the GPUs are of different kinds, or if
     `override` is not their kind. Raises ConfigError without a GPU if `override` is unknown.
@@ -103,7 +105,7 @@ def identify(gpus: Probe, override: str = "") -> GpuKind | None:
             raise _partitioned(f"partition mode {device.partition}")
     if len(gpus.devices) > MAX_GPUS:
         raise _partitioned(f"{len(gpus.devices)} devices in one node")
-    kinds = [_kind_of(device, gpus, override) for device in gpus.devices]
+    kinds = [_kind_of(device, gpus, override, forced) for device in gpus.devices]
     names = {kind.name for kind in kinds}
     if len(names) > 1:
         variable = "HIP_VISIBLE_DEVICES" if gpus.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
@@ -116,9 +118,18 @@ def identify(gpus: Probe, override: str = "") -> GpuKind | None:
     return min(kinds, key=lambda kind: kind.memory_bytes)
 
 
-def _kind_of(device: Device, gpus: Probe, override: str) -> GpuKind:
+def _kind_of(device: Device, gpus: Probe, override: str, forced: bool) -> GpuKind:
     """Return a kind of KINDS, or a kind derived from what the driver reports of `device`."""
-    kind = KINDS.get(override or _named_kind(device.name))
+    named = _named_kind(device.name)
+    known = next((name for name in DERIVED_SPEEDS if re.search(rf"\b{name}\b", device.name)), "")
+    product = named or known or (device.name if CARD.search(device.name) else "")
+    if override in KINDS and product and product != override and not forced:
+        raise PreflightError(
+            f"GPU_KIND={override}, but the driver names the GPU {device.name}",
+            "config, memory, peak and the log would be those of another product",
+            f"unset GPU_KIND, or force it with --gpu-kind {override} (not for submission)",
+        )
+    kind = KINDS.get(override or named)
     if kind is not None and device.arch.startswith(kind.arch):
         _refuse_less_than_whole(device, kind)
         return kind
@@ -126,7 +137,6 @@ def _kind_of(device: Device, gpus: Probe, override: str) -> GpuKind:
         raise _wrong_override(gpus, override)
     # Only characters that a config name may contain.
     driver_name = re.sub(r"\W+", "_", device.name or device.arch).strip("_")
-    known = next((name for name in DERIVED_SPEEDS if re.search(rf"\b{name}\b", device.name)), "")
     return GpuKind(
         known or driver_name,
         gpus.vendor,
@@ -142,7 +152,7 @@ def _named_kind(name: str) -> str:
 
     Also returns "" for PCIe cards, which have a lower clock, power and peak than SXM modules.
     """
-    if re.search(r"\b(PCIe|NVL)\b", name):
+    if CARD.search(name):
         return ""
     return next((kind for kind in KINDS if re.search(rf"\b{kind}\b", name, re.IGNORECASE)), "")
 

@@ -68,7 +68,7 @@ from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_comman
 from launch.processes.supervise import supervise
 from launch.selection.check import GPUS, VERSIONS, Choice, Objection
 from launch.selection.choose import choose, name, require_gpus
-from launch.selection.machine import Machine
+from launch.selection.machine import Machine, add_gpu_kind_option
 from launch.selection.request import Request
 
 SECONDS = 3.0  # for which each speed is measured
@@ -153,6 +153,7 @@ def parser(benchmark: str = "") -> Parser:
         choices=("cpu", "cuda"),
         help="device to check (default: the GPUs if there are any; cuda includes ROCm)",
     )
+    add_gpu_kind_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--quick",
@@ -199,7 +200,7 @@ def check(
         )
     wanted = Request.of(options.benchmark, options, environment)
     try:
-        machine = Machine.of(environment, options.device)
+        machine = Machine.of(environment, options.device, options.gpu_kind or "")
         require_gpus(wanted, machine)
         kind = machine.kind
     except PreflightError as error:

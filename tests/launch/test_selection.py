@@ -352,6 +352,19 @@ REFUSED = [
 ]
 
 
+def test_a_forced_kind_is_named_in_the_log_and_on_the_first_screen(monkeypatch):
+    make_visible(monkeypatch, MI300X)
+    choices = {}
+    for forced in ("MI325X", ""):
+        request = Request(PRETRAINING)
+        choices[forced] = choose(request, Machine.of({}, gpu_kind=forced))
+    choice = choices["MI325X"]
+    assert choice.log_name == "MI325X_1x8+forced.toml" and choice.config.gpu == "MI325X"
+    (note,) = [note for note in choice.notes if "--gpu-kind MI325X" in note]
+    assert "AMD Instinct MI300X" in note and "not for submission" in note
+    assert choices[""].log_name == "MI300X_1x8.toml"
+
+
 @pytest.mark.parametrize(("gpus", "environment", "options", "error", "what", "do"), REFUSED)
 def test_what_is_refused(gpus, environment, options, error, what, do):
     with pytest.raises(error, match=what) as caught:

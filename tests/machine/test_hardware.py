@@ -134,7 +134,23 @@ def test_gpu_kind_overrides_the_name():
             PreflightError,
             match=f"GPU_KIND={wrong} .*8 x .AMD Instinct MI300X",
         ):
-            identify(amd(8, "AMD Instinct MI300X"), wrong)
+            identify(amd(8, "AMD Instinct MI300X"), wrong, forced=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (amd(8, "AMD Instinct MI300X OAM"), "MI325X"),  # 192 GiB pass for a whole card of 256
+        (amd(8, "AMD Instinct MI350X", "gfx950", 288, 256), "MI355X"),
+        (nvidia(1, "NVIDIA GH200 480GB", 97871), "H100"),
+        (nvidia(2, "NVIDIA H100 PCIe", 81559), "H100"),
+    ],
+)
+def test_gpu_kind_does_not_contradict_the_driver_unless_it_is_forced(found, kind):
+    with pytest.raises(PreflightError, match=f"GPU_KIND={kind}.*{found.devices[0].name}") as caught:
+        identify(found, kind)
+    assert f"--gpu-kind {kind}" in caught.value.do
+    assert identify(found, kind, forced=True).name == kind
 
 
 def test_no_gpu_is_the_miniature():
