@@ -13,6 +13,7 @@ from pathlib import Path
 
 from common.benchmarks import config_keys, example_config
 from common.command_line import PROGRAM, Parser, add_set_option, program
+from common.errors import PreflightError
 from common.known_issues import installed
 from common.machine.hardware import config_names
 from common.paths import ROOT
@@ -105,6 +106,14 @@ def print_header(job: Job, directories: tuple[Path, Path] | None) -> None:
     in_use = job.engines
     if job.selection.device == "cuda":
         inform(*in_use.lines())
+
+
+def note_on_software(job: Job) -> None:
+    """Print a note, with --print, on what `require_software` refuses."""
+    try:
+        require_software(job)
+    except PreflightError as error:
+        inform(f"NOTE       {error.what}; {error.why}; {error.do}")
 
 
 def require_software(job: Job) -> None:

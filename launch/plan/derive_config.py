@@ -209,7 +209,7 @@ def _start(benchmark: str, file: RunConfig, kind: GpuKind, gpus: int) -> dict[st
         "micro_batch_size": 1,
         "eval_micro_batch_size": next(unpadded, 1),
     }
-    return changes | {key: 0 for key in SAVING_LAYERS if file.has_key(key)}
+    return changes | {key: 0 for key in (*SAVING_LAYERS, "transposed_layers") if file.has_key(key)}
 
 
 def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict[str, str | int]:
@@ -295,6 +295,12 @@ def _cannot_be_shared(benchmark: str, config: RunConfig, batch: int, gpus: int) 
     It names the next larger batch that is one, with the learning rate of the RCPs.
     """
     counts = [str(count) for count in range(1, MAX_GPUS + 1) if batch % count == 0]
+    why = "every GPU must get the same number of sequences"
+    if gpus < config.gpus_per_node:
+        why += (
+            f"; a whole node has {config.gpus_per_node}: if fewer are visible, dmesg says whether "
+            "one has fallen off the bus"
+        )
     larger = -(-batch // gpus) * gpus
     options = f"--set global_batch_size={larger}"
     rate = rcp.learning_rate(rules_of(benchmark, config), larger)
@@ -306,7 +312,7 @@ def _cannot_be_shared(benchmark: str, config: RunConfig, batch: int, gpus: int) 
         options += f" --set opt_base_learning_rate={value:.3g} ({source})"
     return ConfigError(
         f"{gpus} GPUs cannot share a global batch of {batch}",
-        "every GPU must get the same number of sequences",
+        why,
         f"set DGXNGPU to {' or '.join(counts)}, or use {options}",
     )
 

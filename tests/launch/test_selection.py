@@ -372,6 +372,18 @@ def test_what_is_refused(gpus, environment, options, error, what, do):
     assert do in caught.value.do
 
 
+def test_a_variable_that_hides_all_gpus_is_no_request_for_the_miniature():
+    hidden = Probe("none", hidden="HIP_VISIBLE_DEVICES= hides all 8 GPUs")
+    variables = {"HIP_VISIBLE_DEVICES": ""}
+    for options in ({}, {"device": "cuda"}):
+        with pytest.raises(PreflightError, match="HIP_VISIBLE_DEVICES= hides all 8") as refused:
+            chosen(hidden, variables, **options)
+        assert "--device cpu" in refused.value.do
+    for options in ({"device": "cpu"}, {"miniature": True}, {"config": MINIATURE_FILE}):
+        assert chosen(hidden, variables, **options).device == "cpu"
+    assert chosen(hidden).device == "cpu", "plan has no environment"
+
+
 def test_only_a_miniature_for_gpus_is_advised_to_run_on_a_cpu():
     for file, is_advised in ((MI300X_FILE, False), (MINIATURE_FILE, True)):
         with pytest.raises(PreflightError, match="no GPU is visible") as refused:
@@ -495,6 +507,7 @@ def test_what_cannot_share_the_batch_is_told_what_can(count):
     batch = -(-16 // count) * count
     assert f"opt_base_learning_rate={4e-4 + (batch - 16) / 16 * 4e-4:.3g}" in caught.value.do
     assert "interpolated" in caught.value.do
+    assert "whole node has 8" in caught.value.why and "bus" in caught.value.why
 
 
 def test_a_config_that_only_bears_our_name_is_modified(tmp_path):
