@@ -190,6 +190,7 @@ def test_a_rank(rocm, card, monkeypatch):
     ]
     tiles.append(rms_norm.rms_norm_backward_settings(arch, 4096, True))
     assert {tile.stages for tile in tiles} == {3 if fnuz else 1}
+    assert settings.pipeline_stages("gfx1250", 3) == 1, "an unknown one"
     seen = []
     monkeypatch.setattr(attention, "sdpa_kernel", lambda order, set_priority: seen.append(order))
     monkeypatch.setattr(attention, "gpu_architecture", lambda device: arch)

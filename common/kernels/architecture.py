@@ -44,9 +44,33 @@ class Tile(NamedTuple):
         return options
 
 
+class Abilities(NamedTuple):
+    """Features that are safe to use on an architecture. See `abilities`."""
+
+    pipelined_loops: bool  # Triton's loops with several stages compute right
+    stream_priorities: bool  # a stream of high priority precedes the others, and costs nothing
+
+
+def abilities(arch: str) -> Abilities:
+    """Return the features that are safe on an architecture. An unknown one of AMD has none.
+
+    On HIP, a stream of high priority is one more hardware queue, and ROCm 10 has no priorities.
+    """
+    is_nvidia = arch.startswith("sm_")
+    return Abilities(
+        pipelined_loops=is_nvidia or arch == "gfx942",
+        stream_priorities=is_nvidia,
+    )
+
+
 def pipeline_stages(arch: str, stages: int) -> int:
-    """Return `stages`, or 1 on an AMD architecture on which pipelined loops may be wrong."""
-    return 1 if arch.startswith("gfx") and arch != "gfx942" else stages
+    """Return `stages`, or 1 on an architecture on which pipelined loops may be wrong."""
+    return stages if abilities(arch).pipelined_loops else 1
+
+
+def high_priority(device: torch.device) -> int:
+    """Return the priority of a stream that should precede others: -1, or 0 where that costs."""
+    return -1 if abilities(architecture(device)).stream_priorities else 0
 
 
 def assert_contiguous(kernel: str, *tensors: Tensor | None) -> None:
