@@ -68,10 +68,11 @@ class Rules:
     # "full" or "lora": the mode in which `throughput` trains models of any shape by this
     # benchmark's code; "": it does not.
     throughput_mode: str = ""
-    # Runs of the reference, by global batch: (sequences to the target, number of runs); and its
-    # learning rates.
+    # Runs of the reference, by global batch: (sequences to the target, number of runs); learning
+    # rates, and training sequences of the warm-up.
     reference_runs: ReferenceRuns = field(default_factory=dict, hash=False)
     reference_learning_rates: Mapping[int, float] = field(default_factory=dict, hash=False)
+    reference_warmup_samples: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @property
     def data_files(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from common.config import RunConfig
 from common.errors import ConfigError
+from common.estimate.links import NETWORK_GB_S
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.machine.hardware import Device, Probe, identify, probe
 
@@ -25,6 +26,7 @@ class Machine:
     gpu_kind: str = ""  # GPU_KIND or --gpu-kind, the kind that the user says they are
     is_forced: bool = False  # gpu_kind is from --gpu-kind, and precedes the driver's name
     is_imagined: bool = False  # the software of an imagined machine is unknown
+    network_gb_s: float = NETWORK_GB_S  # of one GPU between nodes
 
     @classmethod
     def of(
@@ -40,10 +42,11 @@ class Machine:
         return cls(gpus, gpu_kind or environment.get("GPU_KIND", ""), bool(gpu_kind))
 
     @classmethod
-    def imagined(cls, kind: GpuKind, gpus: int) -> Machine:
+    def imagined(cls, kind: GpuKind, gpus: int, network_gb_s: float = NETWORK_GB_S) -> Machine:
         """Return a machine with `gpus` whole GPUs of a kind of common/gpu_kinds.py."""
         device = Device(kind.name, kind.arch, kind.memory_bytes, kind.compute_units)
-        return cls(Probe(kind.vendor, (device,) * gpus), is_imagined=True)
+        probe = Probe(kind.vendor, (device,) * gpus)
+        return cls(probe, is_imagined=True, network_gb_s=network_gb_s)
 
     @property
     def gpus(self) -> int:

@@ -360,8 +360,8 @@ def scaling_check_table() -> str:
             sources.append((source, result.benchmark, kind.name, result.gpus, result.batch, rate))
     rows = []
     for source, benchmark, gpu, gpus, batch, rate in sources:
-        point = scaling.benchmark_point(benchmark, KINDS[gpu], gpus, batch, scaling.NETWORK_GB_S)
-        calculated = point.tokens_per_s_per_gpu
+        point = scaling.benchmark_point(benchmark, KINDS[gpu], gpus, batch=batch)
+        calculated = point.speed.tokens_per_s_per_gpu
         rows.append(
             [
                 source,
@@ -377,9 +377,8 @@ def scaling_check_table() -> str:
 
 
 def scaling_table(benchmark: str, gpu: str) -> str:
-    rules = divisions(benchmark)["closed"]
-    best = scaling.best_points(benchmark, KINDS[gpu], rules, scaling.NETWORK_GB_S)
-    return markdown(SCALING_HEAD, [scaling_row(gpus, point) for gpus, point in best.items()])
+    points = scaling.benchmark_points(benchmark, KINDS[gpu])
+    return markdown(SCALING_HEAD, [scaling_row(gpus, point) for gpus, point in points.items()])
 
 
 def profilers_table() -> str:
