@@ -183,7 +183,7 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
     environment = os.environ
     save = getattr(options, "save", False)
     request = Request.of(benchmark, options, environment)
-    machine = Machine.of(environment, options.device)
+    machine = Machine.of(environment, options.device, getattr(options, "gpu_kind", None) or "")
     selection = choose(request, machine)
     selection.require(*ignored)
     if save and not rules_of(benchmark, selection.config).saves_model:

@@ -18,6 +18,7 @@ from common.errors import (
     CheckFailed,
     Interrupted,
     OutOfMemory,
+    PreflightError,
     RankLost,
     RunError,
     StorageError,
@@ -45,6 +46,7 @@ from launch.processes.supervise import (
     signals_noted,
     supervise,
 )
+from launch.torch_build import broken_torch
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step; kernels compile before the first one
@@ -298,6 +300,8 @@ def _failure_of_processes(
             "free space, or check the mount and the permissions of LOGDIR",
         )
         return unopened, {}
+    if ending.returncode == PreflightError.exit_code:
+        return broken_torch(), {}
     if ending.returncode or nodes.failed:
         return diagnosis.diagnose(run_dir, job.config.world_size)
     if unreadable := diagnosis.disk_error(result):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from common.benchmarks import Rules
 from common.config import RunConfig
 from common.errors import ConfigError
+from common.kernels.architecture import high_priority
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,8 @@ def start_processes(
 
     `device_type`: "cpu" or "cuda".
     `timeout_s`: timeout of collectives in seconds.
-    `high_priority_compute`: launch this thread's kernels on a high-priority stream of an NVIDIA
-        GPU, so that kernels of side streams only fill idle multiprocessors. Ignored on AMD: there a
-        high priority is one more hardware queue, and ROCm 10 has no priorities.
+    `high_priority_compute`: launch this thread's kernels on a high-priority stream, so that kernels
+        of side streams only fill idle multiprocessors. Ignored on AMD GPUs (`high_priority`).
     """
     # torch 2.13 renames collectives. Older versions have only the old names.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
@@ -84,8 +84,8 @@ def start_processes(
     if device_type == "cuda":
         device = torch.device(device_type, local_rank)
         torch.cuda.set_device(device)
-        if high_priority_compute and torch.version.hip is None:
-            torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
+        if high_priority_compute and (priority := high_priority(device)):
+            torch.cuda.set_stream(torch.cuda.Stream(device, priority=priority))
     backend = "nccl" if device_type == "cuda" else "gloo"
     alone = "RANK" not in os.environ
     if not dist.is_initialized():

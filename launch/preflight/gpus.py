@@ -52,6 +52,18 @@ def judge_presence(
     ]
 
 
+def judge_node(visible: int, usual: int) -> CheckRow:
+    """Judge the number of GPUs without a config. `usual`: number in a whole node, 0 if unknown."""
+    is_short = usual > visible and usual % visible != 0
+    return graded(
+        "GPU count",
+        f"{visible} visible",
+        str(usual if is_short else visible),
+        f"a whole node has {usual}: see the kernel log whether a GPU has fallen off the bus",
+        warn=is_short,
+    )
+
+
 def _per_gpu(
     check: str,
     expected: str,

@@ -953,5 +953,5 @@ def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):
 
 def test_descriptions_of_the_tests_are_complete():
     assert describe.problems(synthetic.DESCRIPTION) == [] and re.fullmatch(
-        package_checks.NAME, synthetic.SYSTEM
+        describe.NAME, synthetic.SYSTEM
     )
