@@ -17,6 +17,7 @@ from common.config import RunConfig
 from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
 from common.machine.hardware import Probe
+from common.machine.host import cpu_count
 from common.paths import ROOT, data_folder, results_folder
 from common.records.run_record import RunRecord
 from common.records.trackers import require_installed
@@ -477,7 +478,7 @@ def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
         if job.environment.get(name, value) != value:
             print_stderr(f"note: {name}={value} from the config replaces {job.environment[name]}")
     recorder = {}
-    threads = max(1, (os.cpu_count() or 1) // config.gpus_per_node)
+    threads = max(1, cpu_count() // config.gpus_per_node)
     if job.selection.device == "cuda":
         # Keep records of 2,000 collectives, from which a hang is diagnosed.
         recorder = {"TORCH_FR_BUFFER_SIZE": "2000"}

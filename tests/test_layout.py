@@ -193,6 +193,12 @@ def test_the_repository_has_a_folder_for_each_benchmark_and_eight_more():
     assert {name for name in folders if not name.startswith(".")} == FOLDERS
 
 
+def test_a_clone_by_git_for_windows_has_the_line_ends_of_linux():
+    command = ["git", "check-attr", "eol", "text", "--", "run_and_time.sh", "launch/cli.py"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.count("eol: lf") == said.count("text: auto") == 2
+
+
 def test_a_package_imports_what_is_below_it():
     assert {package_of(module_of(path)) for path in SOURCES} == MAY_IMPORT.keys()
     assert strays(SOURCES) == set()

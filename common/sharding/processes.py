@@ -16,6 +16,7 @@ from common.benchmarks import Rules
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.kernels.architecture import high_priority
+from common.machine.host import cpu_count
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,11 @@ def require_world_size(processes: Processes, expected: int) -> None:
 def thread_count() -> int:
     """Return the number of threads with which a rank reads, hashes or draws weights.
 
-    It is the rank's share of the host's cores, but at least 2 and at most 8.
+    It is the rank's share of the CPUs that the job may use, but at least 2 and at most 8.
     """
-    share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(2, min(8, share))
+    # The rank may be bound to its share. Its parent, which starts all ranks of the node, is not.
+    share = cpu_count(pid=os.getppid()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(2, min(8, share, cpu_count()))
 
 
 def mesh_of(device_type: str, world_size: int, ranks_per_node: int) -> DeviceMesh:
