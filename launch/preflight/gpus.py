@@ -249,6 +249,18 @@ def judge_self_test(
     return _per_gpu(check, expected, do, ranks, findings, good)
 
 
+def judge_engines(ranks: Sequence[RankReport]) -> list[CheckRow]:
+    """Return a row for each operation: its engine, why, and its times. A problem warns."""
+    expected = "the fastest usable one, or a pinned one"
+    rows = []
+    for operation, choice in ranks[0].engines.items():
+        rows.append(CheckRow(f"engine of {operation}", "ok", choice, expected))
+    do = "make the folder writable; without the file, each first start takes some seconds longer"
+    for note in ranks[0].engine_notes:
+        rows.append(CheckRow("kept times of engines", "warn", note, "readable and writable", do))
+    return rows
+
+
 def judge_speeds(ranks: Sequence[RankReport], device: str, kind: str) -> list[CheckRow]:
     """Return two rows per measurement: against the host's other GPUs and against EXPECTED.
 
