@@ -255,9 +255,9 @@ def judge_engines(ranks: Sequence[RankReport]) -> list[CheckRow]:
     rows = []
     for operation, choice in ranks[0].engines.items():
         rows.append(CheckRow(f"engine of {operation}", "ok", choice, expected))
-    do = "make the folder writable; without the file, each first start takes some seconds longer"
-    for note in ranks[0].engine_notes:
-        rows.append(CheckRow("kept times of engines", "warn", note, "readable and writable", do))
+    if notes := "; ".join(ranks[0].engine_notes):
+        do = "if it repeats, check the folder: without its files, each start takes seconds longer"
+        rows.append(CheckRow("kept times of engines", "warn", notes, "whole and writable", do))
     return rows
 
 
