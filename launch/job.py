@@ -26,6 +26,7 @@ from common.training.continuation import (
     BASE_FILES,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
+    ENGINES,
     SavedCheckpoint,
     newest,
     parse_interval,
@@ -165,6 +166,10 @@ class Job:
         operations = engines.operations(self.config.linear_format.in_fp8)
         return engines.choose_engines(gpu, environment, self.config.precision, operations)
 
+    def pinning(self, pins: Mapping[str, str]) -> Job:
+        """Return the job with these variables, unless the user or the config sets them."""
+        return replace(self, environment={**pins, **self.environment})
+
     @property
     def data_files(self) -> list[Path]:
         """Paths of the files that a run reads, under the data directory."""
@@ -213,7 +218,7 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
     trackers = tuple(getattr(options, "track", ()))
     for name in trackers:
         require_installed(name)
-    return Job(
+    job = Job(
         benchmark=benchmark,
         selection=selection,
         machine=machine,
@@ -227,6 +232,9 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
         trackers=trackers,
         cpus=cpus,
     )
+    if continues and selection.device == "cuda":
+        job = job.pinning(engines.pins(continues.facts.get(ENGINES, {})))
+    return job
 
 
 def _require_checkpoint_option(checkpoint: str) -> None:

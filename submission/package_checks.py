@@ -299,6 +299,12 @@ def _check_same(first: Run, run: Run) -> None:
             "run a series without changing anything",
         )
     require(
+        run.engines == first.engines,
+        f"{attempts} ran with different engines: {first.engines} and {run.engines}",
+        "the self-test of one run chose or rejected another engine",
+        "run a series in one command, which keeps the engines of its first run",
+    )
+    require(
         run.config == first.config,
         f"{attempts} ran with different configs",
         f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}",

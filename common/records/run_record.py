@@ -357,11 +357,28 @@ class RunRecord:
 
     @property
     def engines(self) -> dict:
-        """Operation -> engine, by the self-test. It may reject engines that versions.json names."""
-        for record in reversed(self.records):
-            if record.get("event") == "self_test":
-                return {name: record[name] for name in ENGINES if record.get(name)}
+        """Operation -> engine, by the self-test. versions.json names those of the first screen."""
+        if self._self_test:
+            return {name: self._self_test[name] for name in ENGINES if self._self_test.get(name)}
         return self.versions.get("engines") or {}
+
+    @property
+    def engine_choices(self) -> dict[str, dict]:
+        """Operation -> fields of the self-test's EngineChoice: engine, why, ms. {} without them."""
+        choices = self._self_test.get("engines")
+        if not isinstance(choices, dict):
+            return {}
+        return {
+            name: choice
+            for name, choice in choices.items()
+            if name in ENGINES and isinstance(choice, dict) and type(choice.get("engine")) is str
+        }
+
+    @property
+    def _self_test(self) -> dict:
+        """The last event of the self-test, or {}."""
+        tests = [record for record in self.records if record.get("event") == "self_test"]
+        return tests[-1] if tests else {}
 
     # Measurements.
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,3 +147,12 @@ def max_over_ranks(values: list[float], processes: Processes) -> list[float]:
     most = torch.tensor(values, dtype=torch.float64, device=processes.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return most.tolist()
+
+
+def of_all_ranks(value: Any) -> list:
+    """Return `value` of every rank, in the order of the ranks, or [value] without other ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -417,6 +417,7 @@ def measure(
         rows += health_rows(seen_by_torch, kind, readings, is_grace)
     if rows[0].verdict == "ok":
         rows.append(gpus.judge_self_test(ranks, kind, installed(found.driver)))
+        rows += gpus.judge_engines(ranks)
         rows += gpus.judge_speeds(ranks, request.device, request.kind)
     return ranks, rows
 

@@ -262,6 +262,18 @@ def judge_self_test(
     return _per_gpu(check, expected, do, ranks, findings, good)
 
 
+def judge_engines(ranks: Sequence[RankReport]) -> list[CheckRow]:
+    """Return a row for each operation: its engine, why, and its times. A problem warns."""
+    expected = "the fastest usable one, or a pinned one"
+    rows = []
+    for operation, choice in ranks[0].engines.items():
+        rows.append(CheckRow(f"engine of {operation}", "ok", choice, expected))
+    if notes := "; ".join(ranks[0].engine_notes):
+        do = "if it repeats, check the folder: without its files, each start takes seconds longer"
+        rows.append(CheckRow("kept times of engines", "warn", notes, "whole and writable", do))
+    return rows
+
+
 def judge_speeds(ranks: Sequence[RankReport], device: str, kind: str) -> list[CheckRow]:
     """Return two rows per measurement: against the host's other GPUs and against EXPECTED.
 

@@ -479,6 +479,14 @@ def test_runs_of_different_code_or_systems_are_refused(case, changes, said):
     case.refused(said)
 
 
+def test_runs_whose_self_tests_chose_different_engines_are_refused(case):
+    case.write()
+    for number, name in ((0, "cudnn"), (3, "flash_attention_4 4.0.0")):
+        with (case.runs()[number] / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "self_test", "attention": name}) + "\n")
+    case.refused("different engines")
+
+
 def test_runs_of_different_configs_are_refused(case):
     case.write()
     config = case.runs()[5] / "config.toml"

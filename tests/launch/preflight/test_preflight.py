@@ -433,6 +433,15 @@ def test_triton_is_found_under_each_of_its_names(monkeypatch, name):
 # --- GPUs: right and fast -------------------------------------------------------------------------
 
 
+def test_the_engine_of_each_operation_is_a_row_and_a_damaged_file_warns():
+    choices = {"attention": "aiter: 67% faster than sdpa (ms per layer: sdpa 12, aiter 4)"}
+    first = rank(engines=choices, engine_notes=["x.json cannot be used: timed again"])
+    row, note = gpus.judge_engines([first, rank(1)])
+    assert (row.check, row.verdict) == ("engine of attention", "ok") and "67%" in row.value
+    assert note.verdict == "warn" and "x.json" in note.value and note.do
+    assert gpus.judge_engines([rank()]) == []
+
+
 def test_self_test_verdict():
     """The verdict of a failed op takes the known issues of the versions into account."""
     versions = {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"}
