@@ -73,7 +73,8 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
         "user",
         HANDED | Use.RECORDED | Use.PACKAGED,
         {
-            "GPU_KIND": "GPU kind, for GPUs whose driver does not report a known name",
+            "GPU_KIND": "GPU kind, for GPUs whose driver reports no known name (--gpu-kind precedes"
+            " the name)",
             "ALLOW_KNOWN_ISSUES": "names of known issues that warn instead of refusing the run,"
             " separated by commas",
         },
@@ -127,6 +128,14 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
             " `cublaslt` or `transformer_engine`",
             "SWIGLU_ENGINE": "engine of SwiGLU between FP8 products (default: the fastest one that"
             " is installed): `kernel` or `quack`",
+        },
+    ),
+    (
+        CONFIG,
+        HANDED | Use.RECORDED,  # a path
+        {
+            "AITER_JIT_DIR": "directory of AITER's compiled modules, in a container below LOGDIR"
+            " (default: AITER's own)",
         },
     ),
     (

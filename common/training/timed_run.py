@@ -17,7 +17,8 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +63,6 @@ from common.training.rank_comparison import make_rank_comparison
 from common.training.reports import Reports
 from common.training.run import Run, frozen_weights_folder
 from common.training.warmup import warm_up
-from common.variables import Use, select
 from system_tuning.settings import state
 
 if TYPE_CHECKING:  # not imported at run time, because most runs have no checkpoints
@@ -112,11 +112,12 @@ def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> N
 
 @contextlib.contextmanager
 def self_tested(run: Run, reports: Reports, rules: Rules, processes: Processes) -> Iterator[None]:
-    """Run the self-test, then the block, both with this rank's seed and attention backends."""
-    # For dropout and stochastic rounding, which must differ between the ranks.
-    torch.manual_seed(run.seed + processes.rank)
+    """Run the self-test, then the block with this rank's seed, both with attention's backends."""
     with attention_backends(processes.device.type, DTYPES[run.config.precision]):
         run_self_test(run.config, rules, processes, reports)
+        # For dropout and stochastic rounding, which must differ between the ranks. Set after the
+        # self-test, because some libraries draw numbers in it, and not every start times them.
+        torch.manual_seed(run.seed + processes.rank)
         yield
 
 
@@ -129,14 +130,17 @@ def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports
     result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
     require_sound(result, processes.device)
     require_equal_engines(result, processes)
-    # The first screen named these engines. It cannot know that they fail here.
+    # The first screen named the engines by their order. It cannot know which fail or are slow here.
     for rejection in engines.rejections():
         reports.progress.show(f"NOTE       {rejection}")
+    for line in result.engine_lines():
+        reports.progress.show(line)
     reports.events.write(
         "self_test",
         attention=result.attention,
         products=result.products,
         swiglu=result.swiglu,
+        engines={name: asdict(choice) for name, choice in result.engines.items()},
         missing=result.missing,
         choices=cublaslt_choices(result),
         seconds=result.seconds,
@@ -145,10 +149,12 @@ def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports
     )
 
 
-def record_state(run_dir: Path, config: RunConfig, device: torch.device) -> None:
+def record_state(
+    run_dir: Path, config: RunConfig, device: torch.device, variables: Mapping[str, str]
+) -> None:
     """Write what runs into versions.json, where the launcher wrote what it expected.
 
-    These are the engines after the self-test, the environment variables of this process, and the
+    These are the engines after the self-test, the environment `variables` of this process, and the
     settings of the host. Rank 0 calls it right before the clock starts.
     """
     path = run_dir / "versions.json"
@@ -158,7 +164,7 @@ def record_state(run_dir: Path, config: RunConfig, device: torch.device) -> None
         operation: str(engines.in_use(operation, gpu, config.precision).engine)
         for operation in engines.operations(config.linear_format.in_fp8)
     }
-    versions["variables"] = select(Use.RECORDED, os.environ)
+    versions["variables"] = variables
     versions["system_tuning"] = state()
     write_whole(path, (json.dumps(versions, indent=1) + "\n").encode())
 
@@ -186,7 +192,7 @@ def train(
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
     checkpoints, step = _prepare(run, reports, assembly, rules, processes, batching, padding)
     if processes.rank == 0:
-        record_state(run.run_dir, config, processes.device)
+        record_state(run.run_dir, config, processes.device, reports.variables)
     processes.barrier()
     reports.log.init_stop()
     reports.log.run_start()
@@ -298,9 +304,7 @@ def _prepare(
     on_phase = partial(reports.heartbeat.write, 0)
     digest = warm_up(assembly, batching, micro_batch_sizes, processes, on_phase)
     reports.phase_done("warmup", state_digest=digest)
-    reports.meter = make_meter(
-        config, rules.sequence_length, rules.flops_per_token, processes, reports.events, padding
-    )
+    reports.meter = make_meter(config, rules, processes, reports.events, padding)
     step = checkpoints.load() if checkpoints else 0
     if run.continues is not None:
         reports.meter.samples = step * config.global_batch_size
