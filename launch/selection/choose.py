@@ -114,8 +114,9 @@ def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
 def name(request: Request, machine: Machine) -> Named:
     """Name the config file.
 
-    In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs and
-    the nodes of a Slurm job select it. Raises ConfigError for an empty --config, and the errors of `require_gpus`.
+    In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs and the
+    nodes of a Slurm job select it. Raises ConfigError for an empty --config, and the errors of
+    `require_gpus`.
     """
     require_gpus(request, machine)
     folder = _shipped(request)
