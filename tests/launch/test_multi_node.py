@@ -226,6 +226,23 @@ def test_node_0_decides_and_has_the_results(project, tmp_path):
     }
 
 
+@pytest.mark.slow
+def test_the_nodes_of_a_slurm_step_get_a_derived_config(project, tmp_path):
+    """Four nodes, as run.sub starts them, for which configs/ has no file."""
+    port = free_ports()
+    step = {"DGXSYSTEM": "", "NODE_RANK": "", "SLURM_STEP_NUM_NODES": "4"}
+    launched = []
+    for node in range(4):
+        launched.append(launch(project, tmp_path, 0, port, SLURM_NODEID=str(node), **step))
+    ends = [finish(process) for process in launched]
+    assert [code for code, _, _ in ends] == [0, 0, 0, 0], ends
+    assert "derived for 4 nodes" in ends[0][2]
+    (run_dir,) = runs(tmp_path, 0)
+    assert "CPU_4x1" in run_dir.name
+    for rank in range(4):
+        assert (run_dir / f"ranks/rank_{rank}.json").is_file()
+
+
 def test_other_code_or_variables_on_a_node_are_refused(project, tmp_path):
     other = shutil.copytree(project, tmp_path / "other")
     with (other / "common/training/loop.py").open("a") as file:
