@@ -247,6 +247,8 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
             "SLURM_JOB_ID": "number of the job, which determines the port of the rendezvous",
             "SLURM_JOB_NODELIST": "nodes of the job; the first one is MASTER_ADDR",
             "SLURM_NODEID": "number of this node",
+            "SLURM_STEP_NUM_NODES": "nodes that srun started together: without DGXSYSTEM, those of"
+            " the config",
             "SLURM_SUBMIT_DIR": "directory from which the job was submitted: the checkout",
         },
     ),
