@@ -42,6 +42,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 # Names that begin with a dot are left out as well, because the repo checker refuses them. `write`
 # creates the README.md of each system.
 LEFT_OUT = (
+    "AGENTS.md",
     "tests",
     "run_tests.sh",
     "requirements-test.txt",

@@ -318,8 +318,8 @@ def _explain_rcp_failure(benchmark: str, complaint: str, results: Path) -> None:
         print("  a notice to the working group and the results chair before the deadline, and with")
         print("  the submission the evidence: the cause, shown by A/B experiments; the training")
         print("  loss beside the reference's; the number of trained parameters of both")
-    file = results / "package_checker_params"
-    print(f"  to upload it, a file without a newline:  printf rcp-bypass > {file}")
+    file = results / official_tools.BYPASS_FILE
+    print(f"  to upload it, a file without a newline:  printf {official_tools.RCP_BYPASS} > {file}")
 
 
 main = program(parser, _package)

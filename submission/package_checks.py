@@ -24,10 +24,8 @@ from submission.findings import Finding
 from submission.log_rules import REHEARSAL_KEY
 from submission.official_tools import BY_HAND
 from submission.run import LOST, Run
-from submission.series import Series, TenRuns, read_series, ten_runs, windows
+from submission.series import Series, TenRuns, read_series, ten_runs
 
-# Pattern of the name of an organization, system or implementation, which are names of directories.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 PLACEHOLDERS = (  # names that stand in for an organization's
     "unnamed",
     "org",
@@ -75,16 +73,12 @@ def require(condition: bool, what: str, why: str, do: str) -> None:
 
 def check_names(request: PackageRequest) -> None:
     """Raise ConfigError if a name cannot be submitted, or if `request.out` exists."""
-    names = {
-        "--org": request.org,
-        "--system": request.system.stem,
-        "--implementation": request.implementation,
-    }
-    for option, name in names.items():
-        if not NAME.fullmatch(name):
+    describe.require_file_name("--system", request.system)
+    for option, name in (("--org", request.org), ("--implementation", request.implementation)):
+        if not describe.NAME.fullmatch(name):
             raise ConfigError(
                 f"{option}: {name!r} cannot be the name of a directory in a submission",
-                "only letters, digits and _ . + - are allowed, and no leading dot",
+                describe.NAME_WORDS,
                 "choose another name",
             )
     if request.org.lower() in PLACEHOLDERS or "placeholder" in request.org.lower():
@@ -164,7 +158,7 @@ def runs_to_submit(request: PackageRequest, benchmark: str, description: dict) -
 
 def _print_choice(benchmark: str, series: Series, ten: TenRuns) -> None:
     """Print the attempts of `series`, with a * before the ten that are submitted."""
-    count = sum(not window.invalid for window in windows(series))
+    count = sum(not window.invalid for window in series.windows)
     print(
         f"{benchmark}: {series.name}, {plural(len(series.runs), 'attempt')},"
         f" {plural(count, 'valid window')} of ten"
@@ -304,6 +298,12 @@ def _check_same(first: Run, run: Run) -> None:
             "the ten runs must have the same system and the same code",
             "run a series without changing anything",
         )
+    require(
+        run.engines == first.engines,
+        f"{attempts} ran with different engines: {first.engines} and {run.engines}",
+        "the self-test of one run chose or rejected another engine",
+        "run a series in one command, which keeps the engines of its first run",
+    )
     require(
         run.config == first.config,
         f"{attempts} ran with different configs",

@@ -30,6 +30,7 @@ from common.gpu_kinds import KINDS, GpuKind
 from common.paths import ROOT
 from common.records import published, rcp
 from common.terminal import plural
+from common.text_tables import number
 from launch.selection.machine import NO_GPUS
 
 SOURCES = """\
@@ -298,11 +299,10 @@ def size_lines(plan: Plan, kind: GpuKind) -> list[str]:
     gpus = plan.config.world_size
     length = work.sequence_length
     what = "all weights trained"
-    flops = shape.training_flops_per_token(length)
+    flops = shape.training_flops(length, work.lora_rank).total
     formula = "6 N + 6 L S H"
     if work.lora_rank:
         what = f"LoRA of rank {work.lora_rank}"
-        flops = shape.lora_flops_per_token(length, work.lora_rank)
         formula = "4 N + 6 N_lora + 6 L S H"
     return [
         f"{shape.num_parameters / 1e9:.2f}e9 weights, {2 * shape.num_parameters / 1e9:,.0f} GB in "
@@ -329,7 +329,7 @@ def speed_lines(plan: Plan, kind: GpuKind) -> list[str]:
         tokens = plan.samples * plan.work.sequence_length
         share = tokens / plan.work.shape.num_parameters
         text.append(
-            f"Time: {tokens / 1e9:,.1f}e9 tokens ({share:,.3g} per weight) take "
+            f"Time: {tokens / 1e9:,.1f}e9 tokens ({number(share, ',.3g')} per weight) take "
             f"{speed.minutes / 1440:,.2f} days, {speed.minutes / 60 * gpus:,.0f} GPU-hours."
         )
     return text

@@ -33,7 +33,7 @@ from submission import (
 from submission.findings import Finding
 from submission.package_checks import PackageRequest
 from submission.run import Run
-from submission.series import TenRuns, read_series, ten_runs, windows
+from submission.series import TenRuns, read_series, ten_runs
 
 ROOT = synthetic.ROOT
 NAMES = [benchmark.rules.BENCHMARK for benchmark in (PRETRAINING, LORA)]
@@ -239,6 +239,7 @@ def test_the_tree_holds_what_ran_and_not_our_log_and_pictures(org_dir):
             "docs/log.md",
             "docs/results.md",
             "docs/results-archive.md",
+            "AGENTS.md",
             "CHANGELOG.md",
             "CONTRIBUTING.md",
         }
@@ -478,6 +479,14 @@ def test_runs_of_different_code_or_systems_are_refused(case, changes, said):
     case.refused(said)
 
 
+def test_runs_whose_self_tests_chose_different_engines_are_refused(case):
+    case.write()
+    for number, name in ((0, "cudnn"), (3, "flash_attention_4 4.0.0")):
+        with (case.runs()[number] / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "self_test", "attention": name}) + "\n")
+    case.refused("different engines")
+
+
 def test_runs_of_different_configs_are_refused(case):
     case.write()
     config = case.runs()[5] / "config.toml"
@@ -573,6 +582,7 @@ def test_a_description_that_does_not_fit_is_refused(case, changes, said):
         {"org": "unnamed"},
         {"implementation": ".hidden"},
         {"implementation": "a/b"},
+        {"system": Path("X.JSON")},
         {"implementation": synthetic.SYSTEM},
     ],
 )
@@ -770,7 +780,7 @@ def more(case, count):
 def test_of_more_than_ten_the_median_window_is_taken(case):
     more(case, 4)
     case.write()
-    found = windows(read_series([case.folder / "logs" / NAMES[1]], synthetic.SERIES[:8]))
+    found = read_series([case.folder / "logs" / NAMES[1]], synthetic.SERIES[:8]).windows
     assert [each.runs[0].number for each in found] == [1, 2, 3, 4, 5]
     assert sorted(each.rank for each in found)[2] == chosen(case).rank
 
@@ -780,7 +790,7 @@ def test_of_two_windows_the_slower_one_is_the_median(case):
     case.write()
     assert (
         chosen(case).runs[0].number == 2
-        and chosen(case).rank > windows(read_series([case.folder / "logs" / NAMES[1]]))[0].rank
+        and chosen(case).rank > read_series([case.folder / "logs" / NAMES[1]]).windows[0].rank
     )
 
 
@@ -951,5 +961,5 @@ def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):
 
 def test_descriptions_of_the_tests_are_complete():
     assert describe.problems(synthetic.DESCRIPTION) == [] and re.fullmatch(
-        package_checks.NAME, synthetic.SYSTEM
+        describe.NAME, synthetic.SYSTEM
     )

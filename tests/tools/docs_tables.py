@@ -73,9 +73,12 @@ def storage(benchmark: str, config: RunConfig) -> str:
         base = f"{'FP8' if config.linear_format.in_fp8 else config.precision} base"
         if config.frozen_base == "sharded" and config.gpus_per_node == 1:
             return f"{base} on one process"
+        transposed = "transposed layer by layer"
+        if config.transposed_layers:
+            transposed = f"and the transposes of {config.transposed_layers} layers"
         return {
             "sharded": f"{base} sharded, layers gathered ahead",
-            "replicated": f"{base} on each GPU, transposed layer by layer",
+            "replicated": f"{base} on each GPU, {transposed}",
             "replicated_both": f"{base} and its transpose on each GPU",
         }[config.frozen_base]
     moments = ""
@@ -374,8 +377,8 @@ def scaling_check_table() -> str:
             sources.append((source, result.benchmark, kind.name, result.gpus, result.batch, rate))
     rows = []
     for source, benchmark, gpu, gpus, batch, rate in sources:
-        point = scaling.benchmark_point(benchmark, KINDS[gpu], gpus, batch, scaling.NETWORK_GB_S)
-        calculated = point.tokens_per_s_per_gpu
+        point = scaling.benchmark_point(benchmark, KINDS[gpu], gpus, batch=batch)
+        calculated = point.speed.tokens_per_s_per_gpu
         rows.append(
             [
                 source,
@@ -391,9 +394,8 @@ def scaling_check_table() -> str:
 
 
 def scaling_table(benchmark: str, gpu: str) -> str:
-    rules = divisions(benchmark)["closed"]
-    best = scaling.best_points(benchmark, KINDS[gpu], rules, scaling.NETWORK_GB_S)
-    return markdown(SCALING_HEAD, [scaling_row(gpus, point) for gpus, point in best.items()])
+    points = scaling.benchmark_points(benchmark, KINDS[gpu])
+    return markdown(SCALING_HEAD, [scaling_row(gpus, point) for gpus, point in points.items()])
 
 
 def profilers_table() -> str:
