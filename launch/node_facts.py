@@ -7,7 +7,6 @@ only.
 from __future__ import annotations
 
 import platform
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path

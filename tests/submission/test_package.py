@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import synthetic_run
@@ -17,7 +18,7 @@ from made_once import made_once
 from synthetic_run import LORA, PRETRAINING
 
 from common import engines
-from common.errors import CheckFailed, ConfigError
+from common.errors import CheckFailed, ConfigError, StorageError
 from common.records.ledger import SeriesRecord
 from common.records.mlperf_log import TOKEN
 from common.training.mllog import EMULATED_KEY, RunLog
@@ -675,6 +676,14 @@ def test_a_description_that_does_not_fit_is_refused(case, changes, said):
 def test_names_that_cannot_be_are_refused(case, changes):
     case.write()
     case.refused("--", error=ConfigError, **changes)
+
+
+def test_a_repository_without_a_remote_is_named(case, capsys, monkeypatch):
+    case.write()
+    monkeypatch.setattr(package, "remote_name", lambda root: None)
+    monkeypatch.setattr(package, "_build", mock.Mock(side_effect=OSError("stopped here")))
+    case.refused("stopped here", error=StorageError)
+    assert "no remote `origin`" in capsys.readouterr().out
 
 
 def test_what_exists_is_not_overwritten(case):
