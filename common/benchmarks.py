@@ -34,6 +34,16 @@ LogValue = int | float | str
 ReferenceRuns = Mapping[int, tuple[tuple[int, int], ...]]
 
 
+@dataclass(frozen=True)
+class Download:
+    """Files that a run reads and that its user must get from their owner."""
+
+    what: str
+    size_bytes: int
+    source: str
+    license: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The rules of a run: model, data, evaluation, optimizer and log. A sample is a sequence."""
@@ -64,14 +74,16 @@ class Rules:
     # missing.
     manifests: tuple[str, ...] = ()
     missing_weights_help: str = ""  # what to do if `weights_folder` has no weights
+    downloads: tuple[Download, ...] = ()
     saves_model: bool = False  # whether `run --save` can write the trained model
     # "full" or "lora": the mode in which `throughput` trains models of any shape by this
     # benchmark's code; "": it does not.
     throughput_mode: str = ""
-    # Runs of the reference, by global batch: (sequences to the target, number of runs); and its
-    # learning rates.
+    # Runs of the reference, by global batch: (sequences to the target, number of runs); learning
+    # rates, and training sequences of the warm-up.
     reference_runs: ReferenceRuns = field(default_factory=dict, hash=False)
     reference_learning_rates: Mapping[int, float] = field(default_factory=dict, hash=False)
+    reference_warmup_samples: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @property
     def data_files(self) -> tuple[str, ...]:

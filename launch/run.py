@@ -28,6 +28,7 @@ from common.paths import ROOT
 from common.records.run_record import RunRecord
 from common.terminal import inform, print_stderr, shown
 from common.training.continuation import newest
+from common.variables import Use, select
 from launch import diagnosis, page_cache, run_directory, series
 from launch.console import closing, mlperf_line
 from launch.job import Job, ensure_data, trainer_command, trainer_environment
@@ -62,6 +63,7 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
         "rank_cpus": job.cpus,
         "engines": engines.versions,
         "faster_engines": [str(engine) for engine in engines.faster],
+        "variables": select(Use.RECORDED, {**job.environment, **job.config.env}),
     }
     series_identity = series.identity_of(
         job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark
@@ -169,8 +171,10 @@ def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
 
 def _train(
     job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str
-) -> tuple[Ending, StorageError | None]:
-    """Run this node's ranks until they end. Return also an error if files of the run are gone.
+) -> tuple[Ending, RunError | None]:
+    """Run this node's ranks until they end.
+
+    Return also an error if files of the run are gone, or if its clock did not start in time.
 
     Only node 0 decides whether the ranks of all nodes hang.
     """
@@ -183,6 +187,8 @@ def _train(
     command = trainer_command(job, run_dir, seed)
     environment = trainer_environment(job, cleared)
     directory = run_directory.DirectoryWatch(run_dir)
+    limit_s = job.rules.init_limit_s if job.rules.division == "closed" else math.inf
+    clock = run_directory.ClockWatch(run_dir / "result.txt", limit_s)
     with (
         sampler.sampling(run_dir, job.run_gpus),
         # Rank 0 writes the events.
@@ -200,12 +206,13 @@ def _train(
 
         def stop() -> bool:
             screen.update()
-            return directory.missing() is not None or nodes.poll(run_dir)
+            failed = directory.missing() or clock.late()
+            return failed is not None or nodes.poll(run_dir)
 
         ending = supervise(
             command, environment, run_dir, watch, stop, stdout=screen.stdout, stderr=screen.stderr
         )
-    return ending, directory.missing()
+    return ending, directory.missing() or (clock.late() if ending.stopped else None)
 
 
 def judge(
@@ -213,7 +220,7 @@ def judge(
     nodes: Nodes,
     run_dir: Path,
     ending: Ending,
-    gone: StorageError | None,
+    gone: RunError | None,
     result: RunRecord,
 ) -> tuple[RunError | None, list[RunError]]:
     """Return (error, late errors).
@@ -251,7 +258,7 @@ def _failure_of_processes(
     nodes: Nodes,
     run_dir: Path,
     ending: Ending,
-    gone: StorageError | None,
+    gone: RunError | None,
     result: RunRecord,
 ) -> tuple[RunError | None, dict]:
     """Return why the processes did not end normally, and the record of the rank that failed.

@@ -32,12 +32,13 @@ from common.data.manifest import Manifest, PairFacts
 from common.data.preparation import (
     Recipe,
     build_once,
+    lack_of_space,
     require_data_dir,
-    require_free_space,
     say,
 )
 from common.data.text_inputs import add_text_options
 from common.errors import first_line
+from common.terminal import data_size
 from llama31_8b.rules import CLOSED, MINIATURE
 
 # Raise it when the corpus, the vocabulary or the format changes: existing data is then rebuilt.
@@ -52,7 +53,7 @@ DATA_URI = (
 )
 DOWNLOADER = "https://github.com/mlcommons/r2-downloader"
 LOGIN_CODES = (301, 302, 303, 307, 308, 401, 403)  # of a storage behind a login
-DOWNLOAD_BYTES = 80_000_000_000  # approximate, from AMD's v5.1 README
+(DATA,) = CLOSED.downloads
 # Whether the storage asked for a login (None: it did not answer) -> what that means, what to do.
 ACCESS = {
     False: ("It needs no login.", "It asks for no login."),
@@ -76,7 +77,7 @@ Missing in {{data_dir}}: {{missing}}
    checks MD5 sums.
      git clone {DOWNLOADER}
      less r2-downloader/mlc-r2-downloader.sh
-2. Download about {DOWNLOAD_BYTES / 1e9:.0f} GB. {{login}}
+2. Download about {data_size(DATA.size_bytes)}. {{login}}
      bash r2-downloader/mlc-r2-downloader.sh -d {{data_dir}} \\
        {DATA_URI}
 3. If this created a folder inside {{data_dir}}, move the four files up to {{data_dir}}.
@@ -130,13 +131,10 @@ def fetch(data_dir: Path, download_tokenizer: bool) -> None:
 
     `download_tokenizer`: download the tokenizer first.
 
-    The instructions are printed before an error is raised. Raises the errors of `download`, or
-    without a download PreflightError if the disk has too little space for the files.
+    The instructions are printed before an error is raised. Raises the errors of `download`.
     """
     if not download_tokenizer:
         _say_how(data_dir)
-        if any(not (data_dir / name).exists() for name in CLOSED.data_files):
-            require_free_space(data_dir, DOWNLOAD_BYTES, "the tokenized C4 of llama31_8b")
         return
     try:
         download(TOKENIZER_REPOSITORY, "main", [TOKENIZER_FILE], data_dir, "model")
@@ -156,6 +154,8 @@ def _say_how(data_dir: Path) -> None:
     access = f"MLCommons' storage {answer}. {meaning}"
     texts = {"access": access, "login": login, "missing": missing, "check": check}
     say(HOW_TO_FETCH.format(data_dir=data_dir, **texts))
+    if lack := lack_of_space(data_dir, DATA.size_bytes, DATA.what):
+        say(f"warning: {lack}")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

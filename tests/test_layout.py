@@ -59,6 +59,7 @@ BASE = {
     "common.repository",
     "common.terminal",
     "common.text_tables",
+    "common.variables",
 }
 # Package -> packages or modules that it may import besides itself and BASE. A package that is
 # missing here fails the test.

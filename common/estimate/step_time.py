@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import RunConfig
+from common.estimate.links import exposed_seconds
 from common.estimate.memory import recomputed_layers
 from common.estimate.mfu import peak_tflops
 from common.estimate.workload import Workload
@@ -38,6 +39,7 @@ class Estimate:
     eval_s: float
     tokens_per_s_per_gpu: float
     minutes: float | None
+    exposed_s: float | None  # part of the step in which only links work; None: not calculated
 
 
 def products_seconds_per_token(
@@ -70,17 +72,27 @@ def products_seconds_per_token(
     return flops.total / peak / 1e12
 
 
-def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | None) -> Estimate:
+def estimate(
+    config: RunConfig,
+    work: Workload,
+    kind: GpuKind,
+    samples: float | None,
+    network_gb_s: float | None = None,
+) -> Estimate:
     """Return the time of steps and evaluations, and the minutes to the target.
 
-    `samples`: training sequences to the target, the RCP's mean. Communication is assumed to be
-    hidden behind computation.
+    `samples`: training sequences to the target, the RCP's mean. `network_gb_s`: per GPU between
+    nodes; None if communication is assumed to be hidden behind computation.
     """
     slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
     recomputed = recomputed_layers(config, work) / work.shape.num_layers
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
     token_s = products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
     step_s = step_tokens * slowdown * token_s
+    exposed_s = None
+    if network_gb_s is not None:
+        exposed_s = exposed_seconds(config, work, kind, step_s, network_gb_s)
+        step_s += exposed_s
     per_pass = config.world_size * config.eval_micro_batch_size
     eval_passes = -(-work.eval_samples // per_pass)
     # Tokens on one GPU, including padding.
@@ -89,7 +101,7 @@ def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | 
     minutes = None
     if samples is not None:
         minutes = minutes_to_target(work, samples, config.global_batch_size / step_s, eval_s)
-    return Estimate(step_s, eval_s, step_tokens / step_s, minutes)
+    return Estimate(step_s, eval_s, step_tokens / step_s, minutes, exposed_s)
 
 
 def minutes_to_target(work: Workload, samples: float, samples_per_s: float, eval_s: float) -> float:

@@ -208,9 +208,9 @@ def config_path(root: Path, benchmark: str, name: str) -> Path:
     return path
 
 
-def config_name(kind: GpuKind | None, count: int) -> str:
+def config_name(kind: GpuKind | None, count: int, nodes: int = 1) -> str:
     """Return the config name: `H200_1x8` for one node with 8 H200, `CPU_1x1` without a GPU."""
-    return f"{kind.name if kind else 'CPU'}_1x{count}"
+    return f"{kind.name if kind else 'CPU'}_{nodes}x{count}"
 
 
 # --- the probe

@@ -477,17 +477,19 @@ class RunRecord:
             return kind if kind == run_states.UNCLEAN else run_states.GOOD
         if kind or self.start:
             return kind or run_states.LOST
-        if not self.clock_started:
+        if not self.clock_started and not self.was_chosen:
             return run_states.NOT_STARTED
         return run_states.LOST if self.was_killed else run_states.MISSED
 
     @property
-    def was_killed(self) -> bool:
-        """Whether the log of our launcher has no run_stop.
+    def was_chosen(self) -> bool:
+        """Whether a submitter chose the log for a result set: see docs/submission.md."""
+        return self.path.name != ledger.LOG
 
-        A log of another name was chosen by its submitter: see docs/submission.md.
-        """
-        return self.path.name == ledger.LOG and not self.log.first("run_stop")
+    @property
+    def was_killed(self) -> bool:
+        """Whether the log of our launcher has no run_stop."""
+        return not self.was_chosen and not self.log.first("run_stop")
 
     @property
     def state_words(self) -> str:
@@ -508,6 +510,16 @@ class RunRecord:
         if self.clock_started_in_ledger and not self.clock_started:
             return "its log has lost the run_start that the ledger says it had"
         return str(self.end.get("reason") or "")
+
+
+def gpus_of(folder: Path | None) -> int | None:
+    """Return the number of GPUs of the run whose log is in `folder`, or None if it is unknown."""
+    if folder is None:
+        return None
+    run = RunRecord(folder / ledger.LOG)
+    run.config = run._text("config.toml") or ""
+    run._find_gpus()
+    return run.gpus
 
 
 def _kind_in(name: str) -> str:

@@ -352,6 +352,8 @@ def host_rows(
     rows = host.judge(
         read_host(), request.count, request.device, request.nodes, request.pinned_bytes
     )
+    if request.device == "cuda" and request.nodes > 1:
+        rows.append(host.judge_rdma({**environment, **request.env}))
     if benchmark:
         rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
     if environment.get("MODEL"):

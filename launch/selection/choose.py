@@ -166,14 +166,16 @@ def read(request: Request, machine: Machine, named: Named) -> ConfigFile:
     return configs.read(path, config_class(benchmark))
 
 
-def _gpus_in(name: str, machine: Machine) -> tuple[GpuKind, int] | None:
-    """Return kind and number of the GPUs that a config name such as MI300X_1x2 stands for.
+def _gpus_in(name: str, machine: Machine) -> tuple[GpuKind | None, int, int] | None:
+    """Return kind of GPU, GPUs per node and nodes that a config name such as MI300X_2x8 stands for.
 
-    Return None for a name of another form or with an unknown kind.
+    A CPU's kind is None. Return None for a name of another form or with an unknown kind.
     """
     match = NAME.fullmatch(name)
     kind = machine.kind_named(match[1]) if match else None
-    return (kind, int(match[2])) if match and kind else None
+    if not match or (kind is None and match[1] != "CPU"):
+        return None
+    return kind, int(match[3]), int(match[2])
 
 
 def _require_own(benchmark: str, path: Path) -> None:
@@ -221,7 +223,7 @@ def fit(request: Request, machine: Machine, named: Named, file: ConfigFile) -> F
         config, text = miniature_on_gpu(file, kind)
         source = MINIATURE
     elif file.path != named.path and (gpus := _gpus_in(named.path.stem, machine)):
-        config, text = derive(benchmark, file, *gpus, request.layers)
+        config, text = derive(benchmark, file, *gpus, request.layers, machine.network_gb_s)
         source = DERIVED
     elif (config := file.changed()).gpu == ANY_GPU:
         count = request.gpus or machine.gpus

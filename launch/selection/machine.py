@@ -9,6 +9,7 @@ from functools import cached_property
 
 from common.config import RunConfig
 from common.errors import ConfigError
+from common.estimate.links import NETWORK_GB_S
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.machine.hardware import Device, Probe, identify, probe
 
@@ -23,6 +24,7 @@ class Machine:
     probe: Probe
     gpu_kind: str = ""  # GPU_KIND, the kind that the user says they are
     is_imagined: bool = False  # the software of an imagined machine is unknown
+    network_gb_s: float = NETWORK_GB_S  # of one GPU between nodes
 
     @classmethod
     def of(cls, environment: Mapping[str, str], device: str | None = None) -> Machine:
@@ -34,10 +36,11 @@ class Machine:
         return cls(gpus, environment.get("GPU_KIND", ""))
 
     @classmethod
-    def imagined(cls, kind: GpuKind, gpus: int) -> Machine:
+    def imagined(cls, kind: GpuKind, gpus: int, network_gb_s: float = NETWORK_GB_S) -> Machine:
         """Return a machine with `gpus` whole GPUs of a kind of common/gpu_kinds.py."""
         device = Device(kind.name, kind.arch, kind.memory_bytes, kind.compute_units)
-        return cls(Probe(kind.vendor, (device,) * gpus), is_imagined=True)
+        probe = Probe(kind.vendor, (device,) * gpus)
+        return cls(probe, is_imagined=True, network_gb_s=network_gb_s)
 
     @property
     def gpus(self) -> int:

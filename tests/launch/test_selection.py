@@ -435,6 +435,8 @@ def test_hidden_gpus_make_a_real_run_a_miniature_on_request_only(environment):
         (NOTHING, {}, {"config": MI300X_FILE, "device": "cpu"}, "MI300X_1x8+forced.toml", "cpu"),
         (MI300X, {"DGXSYSTEM": "MI300X_1x2.toml"}, {}, "MI300X_1x2+derived.toml", "cuda"),
         (MI300X, {"DGXNGPU": "2"}, {}, "MI300X_1x2+derived.toml", "cuda"),
+        (MI300X, {"DGXSYSTEM": "MI300X_4x8"}, {}, "MI300X_4x8+derived.toml", "cuda"),
+        (MI300X, {"DGXSYSTEM": "CPU_2x1"}, {}, "CPU_2x1+derived.toml", "cpu"),
         # The RCP checker would take the words of a key in config_filename for events.
         (H200X4, {}, {"set": ["global_batch_size=32"]}, "H200_1x4+modified.toml", "cuda"),
         (
