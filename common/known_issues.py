@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common.errors import PreflightError
 from common.gpu_kinds import GpuKind
-from common.packages import version_of
+from common.packages import release, version_of
 
 SOFTWARE = ("torch", "triton", "rocm", "cuda", "aotriton", "aiter", "driver")
 ABSENT = "absent"  # instead of a range: the software is not installed
@@ -56,18 +56,6 @@ TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 ISSUES = [_issue(entry) for entry in TABLE["issue"]]
 # newest version of each software that the list was made for
 NEWEST: dict[str, str] = TABLE["newest"]
-
-
-def release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version without trailing zeros.
-
-    "3.7.0+amd.rocm7.0" gives (3, 7).
-    """
-    match = re.match(r"\d+(\.\d+)*", version.strip())
-    numbers = [int(part) for part in match[0].split(".")] if match else []
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
 
 
 def within(version: str, text: str) -> bool:

@@ -12,7 +12,10 @@ import shlex
 import sys
 from pathlib import Path
 
-OLDEST_TORCH = (2, 10)
+# Package -> the oldest version that is accepted, in a container as well. Older ones of
+# sentencepiece (CVE-2026-1260) and pyarrow (CVE-2026-25087) corrupt memory when they read a hostile
+# file.
+OLDEST = {"torch": "2.10", "sentencepiece": "0.2.1", "pyarrow": "23.0.1"}
 
 
 def version_of(name: str) -> str:
@@ -26,6 +29,23 @@ def in_container() -> bool:
     """Return whether this is a container of Docker, Podman or Apptainer."""
     signs = ("/.dockerenv", "/run/.containerenv", "/.singularity.d")
     return any(Path(sign).exists() for sign in signs)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version without trailing zeros.
+
+    "3.7.0+amd.rocm7.0" gives (3, 7).
+    """
+    match = re.match(r"\d+(\.\d+)*", version.strip())
+    numbers = [int(part) for part in match[0].split(".")] if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def is_recent(name: str, version: str) -> bool:
+    """Return whether `version` of a package is at least the one in OLDEST."""
+    return name not in OLDEST or release(version) >= release(OLDEST[name])
 
 
 def pip_install(*packages: str) -> str:

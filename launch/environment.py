@@ -35,7 +35,7 @@ from pathlib import Path
 from common.command_line import exit_code_of
 from common.data.preparation import locked
 from common.errors import Interrupted, PreflightError
-from common.packages import OLDEST_TORCH, requirements
+from common.packages import is_recent, requirements, version_of
 from common.paths import ROOT
 from common.terminal import Progress, duration, has_rich, inform, print_stderr, shown
 from launch.processes.supervise import end_with_parent, raise_at_signals, supervise
@@ -75,7 +75,7 @@ CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # 200 MB instead of the 3 GB
 def has_package(name: str) -> bool:
     """Return whether the running Python has a package.
 
-    Any version is accepted, since containers have their own. Only torch must be recent enough.
+    Any version is accepted, since containers have their own, but for those of packages.OLDEST.
     """
     if name in PROGRAMS:
         return shutil.which(Path(sysconfig.get_path("scripts")) / PROGRAMS[name]) is not None
@@ -84,10 +84,7 @@ def has_package(name: str) -> bool:
             return False
     except ModuleNotFoundError:  # the package of a submodule
         return False
-    if name != "torch":
-        return True
-    numbers = re.findall(r"\d+", importlib.metadata.version("torch"))
-    return tuple(map(int, numbers[:2])) >= OLDEST_TORCH
+    return is_recent(name, version_of(name))
 
 
 def _module(name: str) -> str:

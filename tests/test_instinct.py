@@ -106,9 +106,12 @@ def test_the_first_screen(tmp_path, rocm, card, count, benchmark):
         and chosen.config.gpus_per_node == count
         and chosen.device == "cuda"
     )
-    assert bool(chosen.derived) == (count < 8) and not [
-        note for note in chosen.notes if "known issue" in note
-    ]
+    assert bool(chosen.derived) == (count < 8)
+    known = [note.split(":")[0] for note in chosen.notes if note.startswith("known issue")]
+    names = {"MI325X": ["torch-2.10-rocm-backward", "rocm-7.1-mi325x-fp8"]}
+    if card.gcn_arch.startswith("gfx942"):
+        names.setdefault(card.kind, ["torch-2.10-rocm-backward"])
+    assert known == [f"known issue {name}" for name in names.get(card.kind, [])]
     assert (
         chosen.config.env["HSA_NO_SCRATCH_RECLAIM"] == "1"
         and chosen.config.env["HIPBLASLT_WORKSPACE_SIZE"] == "131072"
@@ -141,7 +144,10 @@ def test_preflight(tmp_path, monkeypatch, rocm, card):
         "self-test",
         "bf16 GEMM, siblings",
     )
-    assert {check: rows[check].verdict for check in expected} == dict.fromkeys(expected, "ok")
+    verdicts = dict.fromkeys(expected, "ok")
+    if card.gcn_arch.startswith("gfx942"):
+        verdicts["known issues"] = "warn"  # torch-2.10-rocm-backward
+    assert {check: rows[check].verdict for check in expected} == verdicts
     assert (
         "attention by flash, AOTriton" in rows["self-test"].value
         and rows["config"].value == f"{card.kind}_1x8.toml: 8 x {card.kind}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import re
 import resource
 import shutil
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from common.gpu_kinds import GIB, GpuKind
 from common.machine import network
 from common.machine.hardware import Probe
 from common.machine.host import Host
-from common.packages import OLDEST_TORCH, version_of
+from common.packages import OLDEST, is_recent, version_of
 from common.repository import refusal_reasons
 from launch import system_settings, torch_build
 from launch.preflight.check_row import CheckRow, at_least, graded, skipped
@@ -188,10 +187,13 @@ def judge_software() -> CheckRow:
     triton = next(filter(None, triton_versions), "missing")
     torch = version_of("torch")
     text = f"Python {platform.python_version()}, torch {torch}, triton {triton}"
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    is_old = tuple(int(part) for part in re.findall(r"\d+", torch or "0")[:2]) < OLDEST_TORCH
+    oldest = OLDEST["torch"]
     return graded(
-        "software", text, f"torch >= {oldest}", f"install torch {oldest} or newer", refuse=is_old
+        "software",
+        text,
+        f"torch >= {oldest}",
+        f"install torch {oldest} or newer",
+        refuse=not is_recent("torch", torch),
     )
 
 

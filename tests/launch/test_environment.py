@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import zipfile
 from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 from toy import gone, wait_until
 
+from common import packages
 from common.errors import PreflightError
 from common.paths import ROOT
 from launch import environment
@@ -45,13 +47,39 @@ def test_a_module_inside_another_package_is_found(monkeypatch):
     assert not environment.has_package("protobuf")
 
 
-def test_old_torch_does_not_do(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "version", "good"),
+    [
+        ("torch", "2.9.1+gitff65f5b", False),
+        ("torch", "2.10.0a0+git", True),
+        ("torch", "2.13.0+cpu", True),
+        ("sentencepiece", "0.2.0", False),
+        ("sentencepiece", "0.2.1", True),
+        ("pyarrow", "23.0.0", False),
+        ("pyarrow", "23.0.1", True),
+        ("pyarrow", "26.0.1", True),
+        ("pyarrow", "3.0.0", False),
+        ("numpy", "1.0", True),
+    ],
+)
+def test_an_old_version_does_not_do(monkeypatch, name, version, good):
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: True)
-    for version, good in (("2.9.1", False), ("2.10.0a0+git", True), ("2.13.0+cpu", True)):
-        monkeypatch.setattr(
-            environment.importlib.metadata, "version", lambda name, version=version: version
-        )
-        assert environment.has_package("torch") == good
+    monkeypatch.setattr(environment.importlib.metadata, "version", lambda name: version)
+    assert environment.has_package(name) == good
+
+
+def test_pip_has_the_floors_of_the_launcher():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors = dict(line.split(">=") for line in project["dependencies"] if ">=" in line)
+    assert floors == packages.OLDEST
+    [flash_attention] = [
+        line.partition("==")[2]
+        for name, line in environment.requirements(ROOT / environment.HOPPER)
+        if name == "flash-attn-4"
+    ]
+    assert project["optional-dependencies"]["hopper"] == [
+        f"flash-attn-4[cu13]>={flash_attention}"
+    ], "from the tested release on"
 
 
 PYTHON = f"python3.{sys.version_info.minor}"

@@ -111,8 +111,9 @@ INSTINCT = Probe("amd", (Device("AMD Instinct MI300X", "gfx942", 192 * GIB, 304)
         (h200s("570.1"), {"torch": "2.10.0", "cuda": "12.8"}, ""),
         (h200s("570.1"), {"torch": "2.13.0", "cuda": "13.0"}, "570.1"),
         (h200s(), {"torch": "2.13.0+cpu"}, "setup --for cuda"),
-        (h200s(), {"torch": "2.10.0+rocm7.2", "rocm": "7.2"}, "CUDA"),
-        (INSTINCT, {"torch": "2.10.0+rocm7.2", "rocm": "7.2"}, ""),
+        # pytorch.org's wheel for ROCm 7.1, as in invoke-ai/InvokeAI#9297
+        (h200s(), {"torch": "2.10.0+rocm7.1", "rocm": "7.1.25424"}, "CUDA"),
+        (INSTINCT, {"torch": "2.10.0+rocm7.1", "rocm": "7.1.25424"}, ""),
         (INSTINCT, {"torch": "2.13.0", "cuda": "13.0"}, "ROCm"),
         (INSTINCT, {"torch": "2.13.0+cpu"}, "ROCm"),
         (Probe("none"), {"torch": "2.13.0+cpu"}, ""),

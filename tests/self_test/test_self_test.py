@@ -189,8 +189,9 @@ def test_a_wrong_kernel_is_named(monkeypatch):
 
 def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
     monkeypatch.setattr(run, "architecture", lambda device: "gfx942")
+    # pytorch.org's wheel for ROCm 7.1, as in invoke-ai/InvokeAI#9297
     monkeypatch.setattr(
-        run.known_issues, "installed", lambda: {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"}
+        run.known_issues, "installed", lambda: {"torch": "2.10.0+rocm7.1", "rocm": "7.1.25424"}
     )
     bad = [
         OpResult(f"attention backward {name}", "[2, 8192, 32/8, 128]", least=30.0)
@@ -203,7 +204,7 @@ def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
         and "1 more" in caught.value.what
     )
     assert (
-        "gfx942 with torch 2.10.0+rocm7.2, rocm 7.2.53211" in caught.value.why
+        "gfx942 with torch 2.10.0+rocm7.1, rocm 7.1.25424" in caught.value.why
         and "ck-16-bit-atomics" in caught.value.why
     )
     assert "TORCH_ROCM_FA_PREFER_CK" in caught.value.do
