@@ -139,7 +139,7 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
 
 
 def test_the_record_of_a_run_says_what_was_set(monkeypatch):
-    monkeypatch.setattr(system_settings, "state", lambda: {"governor": "good"})
+    monkeypatch.setattr(run_directory.settings, "state", lambda: {"governor": "good"})
     assert run_directory.versions(ROOT, Probe("none"))["system_tuning"] == {"governor": "good"}
 
 
