@@ -71,7 +71,8 @@ def require_config(request: Request) -> None:
 
 
 def require_gpus(request: Request, machine: Machine) -> None:
-    """Raise PreflightError if no GPU is visible although --device cuda or a real run is requested.
+    """Raise PreflightError if no GPU is visible although --device cuda or a real run is requested,
+    or if a variable hides all GPUs.
 
     Without this check, a machine whose GPUs are hidden would silently train the miniature on its
     CPU. A run is real if DATADIR, MODEL, DGXSYSTEM, DGXNGPU, MLPERF_SUBMISSION_* or an NEXP above 1
@@ -81,20 +82,29 @@ def require_gpus(request: Request, machine: Machine) -> None:
     if machine.gpus:
         return
     do = "check nvidia-smi or rocminfo and *_VISIBLE_DEVICES; --miniature trains the toy model"
+    hidden = machine.probe.hidden
+    # plan has no environment: it calculates, whatever is hidden.
+    if hidden and request.environment and not _wants_no_gpu(request):
+        why = "an index counts the GPUs that are left, and the list ends at the first invalid entry"
+        raise PreflightError(hidden, why, "correct or unset it; --device cpu needs no GPU")
     if request.device == "cuda":
         raise PreflightError("--device cuda, but no GPU is visible", NO_GPU, do)
-    explicit = (
+    names = variables_of_real_run(request.environment)
+    if names and not _wants_no_gpu(request):
+        are = "is" if len(names) == 1 else "are"
+        if request.system:
+            do += "; `plan` calculates the config of DGXSYSTEM without a GPU"
+        raise PreflightError(f"no GPU is visible, but {' and '.join(names)} {are} set", NO_GPU, do)
+
+
+def _wants_no_gpu(request: Request) -> bool:
+    """Return whether the request may be for a CPU, also where there are GPUs."""
+    return (
         request.miniature
         or request.device == "cpu"
         or request.file is not None
         or request.system.startswith("CPU_")
     )
-    names = variables_of_real_run(request.environment)
-    if names and not explicit:
-        are = "is" if len(names) == 1 else "are"
-        if request.system:
-            do += "; `plan` calculates the config of DGXSYSTEM without a GPU"
-        raise PreflightError(f"no GPU is visible, but {' and '.join(names)} {are} set", NO_GPU, do)
 
 
 def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
