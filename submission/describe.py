@@ -27,7 +27,7 @@ from common.machine import inventory
 from common.machine.hardware import probe
 from submission import official_tools
 from submission.log_rules import converts_to_int
-from submission.official_tools import CLOSED_RULESETS
+from submission.official_tools import BY_HAND, CLOSED_RULESETS
 from submission.options import parse_pairs
 
 POLICY_KEYS = ("system_type", "system_type_detail", "host_network_card_count")
@@ -271,7 +271,8 @@ def problems(description: dict) -> list[str]:
     require(
         "division",
         description.get("division") == "closed",
-        "is not 'closed' (package_checker skips the seed and RCP checks)",
+        "is not 'closed' (package_checker skips the seed and RCP checks); for the open division,"
+        f" see {BY_HAND}",
     )
     return lines
 

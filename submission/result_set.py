@@ -72,6 +72,10 @@ def findings(logs: Sequence[ExaminedLog]) -> list[Finding]:
     if bypassed := official_tools.bypasses(logs[0].path.parent):
         message = f"{', '.join(sorted(bypassed))}: the package checker leaves out this check"
         findings.append(Finding(0, "bypass", message, "CC package_checker.py", NOTE))
+    power = logs[0].path.parent / "power"
+    if power.exists():
+        message = f"{power} is not checked; the official tools read it: {official_tools.BY_HAND}"
+        findings.append(Finding(0, "power", message, "power_measurement.adoc", NOTE))
     for keys, source, severity in SAME:
         for key in keys:
             if message := _difference(logs, key):

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from common.command_line import PROGRAM
 from common.records.rcp import SUBMISSION_RUNS
 from common.terminal import plural
+from common.text_tables import number
 from submission.comparison import where
 from submission.log_rules import REHEARSAL_KEY
-from submission.output import number, table
+from submission.output import table
 from submission.run import NOT_STARTED, Run
 from submission.series import Series, TenRuns, pace
 

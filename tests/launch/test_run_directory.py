@@ -80,6 +80,24 @@ def test_a_clean_commit_and_a_name_can_be_submitted(checkout):
     assert "MLPERF_SUBMISSION_ORG" in missing
 
 
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://me:secret@github.com/Us/code.git", "github.com/Us/code"),
+        ("git@github.com:Us/code.git", "github.com/Us/code"),
+        ("ssh://git@git.us.example:2222/team/code/", "git.us.example/team/code"),
+        ("/home/me/code.git", None),
+        ("../code", None),
+        ("file:///home/me/code", None),
+    ],
+)
+def test_a_remote_is_named_without_user_and_password(checkout, address, name):
+    assert repository.remote_name(checkout) is None
+    command = ["git", "-C", str(checkout), "remote", "add", "origin", address]
+    subprocess.run(command, check=True)
+    assert repository.remote_name(checkout) == name
+
+
 def test_what_runs_leave_in_the_checkout_makes_it_no_other_code(checkout):
     shutil.copy(ROOT / ".gitignore", checkout / ".git/info/exclude")
     for name in ("nohup.out", "slurm-17.out", ".venv.lock"):

@@ -265,6 +265,14 @@ def test_folders_and_several_logs(tmp_path, capsys):
     assert "compressed (gzip)" in said.err and said.out.count("  CLEAN") == 2
 
 
+def test_a_power_folder_is_named_as_unchecked(tmp_path, capsys):
+    dialect(tmp_path / "result_0.txt", "srun")
+    (tmp_path / "power").mkdir()
+    check.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'power'} is not checked" in out and "By hand" in out
+
+
 def test_logs_in_linked_folders_are_found_once(tmp_path, capsys):
     (tmp_path / "archive").mkdir()
     dialect(tmp_path / "archive" / "result.txt", "srun")

@@ -32,11 +32,11 @@ from common.command_line import exit_code_of
 from common.errors import CheckFailed, ConfigError, RunError, write_text
 from common.records.published import DATA, Published
 from common.terminal import Progress
+from common.text_tables import number
 from submission import official_tools, output, result_set
 from submission.examined_log import NOT_CLEAN, ExaminedLog, examine
 from submission.findings import ERROR, Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
-from submission.output import number
 from submission.series import read_series, result, ten_runs
 
 TOLERANCE = 1e-9  # relative difference of scores that counts as equal
