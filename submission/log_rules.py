@@ -169,22 +169,25 @@ def _without_early_evaluation(
 def implausible_count(log: Log, rules: Rules) -> Violations:
     """Find the first evaluation whose samples_count cannot be a number of training sequences.
 
-    It decreases, or its distance from the evaluation before it is outside PLAUSIBLE_INTERVALS.
+    It decreases, or its distance from the evaluation before it is outside PLAUSIBLE_INTERVALS. The
+    first evaluation may be that many times later than it is due.
     """
     batch = log.value("global_batch_size")
     if not is_positive_int(batch):
         return
     interval = rules.eval_interval(batch)
-    low, high = (factor * interval for factor in PLAUSIBLE_INTERVALS)
-    last = max(resumed_at(log), rules.first_evaluation(batch) - interval)
+    low, high = PLAUSIBLE_INTERVALS
+    last = resumed_at(log)
+    most = high * rules.first_evaluation(batch)
     counts = _without_early_evaluation(_evaluations(log), batch, rules)
     for index, (line, samples) in enumerate(counts):
         distance = samples - last
-        if distance > high or (index and distance < low):
+        if distance > most or (index and distance < low * interval):
             message = f"evaluation at {samples}, {distance} after {last}: not a count of sequences"
             yield line, f"{message} at an interval of {interval}"
             return
         last = samples
+        most = high * interval
 
 
 def stop_before_evaluation(log: Log, rules: Rules) -> Violations:
