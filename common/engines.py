@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from common.errors import ConfigError
-from common.packages import version_of
+from common.packages import in_container, version_of
 
 ATTENTION = "attention"
 PRODUCTS = "products"
@@ -56,11 +56,19 @@ class Engine:
     oldest: str = ""  # oldest accepted version of the package
     because: str = ""  # reason for `oldest`
     install: str = ""  # command that installs the package
+    on_amd: str = ""  # instead of `install` on an AMD GPU
+    in_image: str = ""  # instead of `install` in a container, which is removed at its end
 
     def __str__(self) -> str:
         """Return the name, with the version of the package if it is installed."""
         version = version_of(self.package) if self.package else ""
         return f"{self.name} {version}".rstrip()
+
+    def advice(self, gpu: str) -> str:
+        """Return how to get the package on this machine. `gpu`: architecture of its GPU."""
+        if self.in_image and in_container():
+            return self.in_image
+        return self.on_amd if self.on_amd and gpu in INSTINCT else self.install
 
 
 TRANSFORMER_ENGINE = Engine(
@@ -70,8 +78,8 @@ TRANSFORMER_ENGINE = Engine(
     package="transformer-engine",
     oldest="2.10",
     because="general_gemm takes a workspace before it",
-    install='python3 -m pip install --no-build-isolation "transformer-engine[pytorch]"; on AMD GPUs'
-    " use an image with ROCm's fork",
+    install='python3 -m pip install --no-build-isolation "transformer-engine[pytorch]"',
+    on_amd="use an image with ROCm's fork of Transformer Engine",
 )
 
 # Fastest first: as measured on an H200 (docs/results.md), and by published numbers on other GPUs.
@@ -97,6 +105,7 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
             oldest="0.1.14.post1",
             because="older ones lack fixes of bf16 attention (aiter#4337)",
             install="python3 -m pip install git+https://github.com/ROCm/aiter@v0.1.14.post1",
+            in_image="docker build -t llama-training --build-arg AITER=v0.1.14.post1 .",
         ),
         replace(TRANSFORMER_ENGINE, chosen_on=INSTINCT),
         # sm_90 is listed to compare the engine with SDPA on an H200, where it is never faster.
@@ -207,7 +216,7 @@ def choose(
     faster: list[Faster] = []
     usable: list[Engine] = []
     for engine in _order(operation, gpu, dtype):
-        obstacle = _obstacle(operation, engine)
+        obstacle = _obstacle(operation, engine, gpu)
         if not obstacle:
             usable.append(engine)
         elif not usable:
@@ -239,21 +248,21 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
         where = ", ".join(engine.gpus)
         why = f"it supports bf16 and FP8 on {where}; this is {dtype} on {gpu or 'no GPU'}"
         raise ConfigError(what, why, unset)
-    obstacle = _obstacle(operation, engine)
+    obstacle = _obstacle(operation, engine, gpu)
     if obstacle:
         raise ConfigError(what, str(obstacle), unset)
     return engine
 
 
-def _obstacle(operation: str, engine: Engine) -> Obstacle | None:
+def _obstacle(operation: str, engine: Engine, gpu: str) -> Obstacle | None:
     """Return why the engine cannot be used, or None if it can."""
     if engine.package:
         version = version_of(engine.package)
         if not version:
-            return Obstacle(f"{engine.package} is not installed", engine.install)
+            return Obstacle(f"{engine.package} is not installed", engine.advice(gpu))
         if engine.oldest and version_key(version) < version_key(engine.oldest):
             old = f"{engine.package} {version} is older than {engine.oldest}"
-            return Obstacle(f"{old}, and {engine.because}", engine.install)
+            return Obstacle(f"{old}, and {engine.because}", engine.advice(gpu))
     rejected = _rejected.get((operation, engine.name), "")
     return Obstacle(rejected) if rejected else None
 

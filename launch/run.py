@@ -18,6 +18,7 @@ from common.errors import (
     CheckFailed,
     Interrupted,
     OutOfMemory,
+    PreflightError,
     RankLost,
     RunError,
     StorageError,
@@ -28,6 +29,7 @@ from common.paths import ROOT
 from common.records.run_record import RunRecord
 from common.terminal import inform, print_stderr, shown
 from common.training.continuation import newest
+from common.variables import Use, select
 from launch import diagnosis, page_cache, run_directory, series
 from launch.console import closing, mlperf_line
 from launch.job import Job, ensure_data, trainer_command, trainer_environment
@@ -44,6 +46,7 @@ from launch.processes.supervise import (
     signals_noted,
     supervise,
 )
+from launch.torch_build import broken_torch
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step; kernels compile before the first one
@@ -62,11 +65,13 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
         "rank_cpus": job.cpus,
         "engines": by_order.versions,
         "faster_engines": [str(engine) for engine in by_order.faster],
+        "variables": select(Use.RECORDED, {**job.environment, **job.config.env}),
     }
     series_identity = series.identity_of(
         job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark
     )
     series_identity["engines"] = by_order.versions
+    series_identity["variables"] = select(Use.PACKAGED, versions["variables"])
     folder = job.log_dir / job.benchmark
 
     try:
@@ -185,8 +190,10 @@ def _prepare(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
 
 def _train(
     job: Job, nodes: Nodes, run_dir: Path, seed: int, cleared: str
-) -> tuple[Ending, StorageError | None]:
-    """Run this node's ranks until they end. Return also an error if files of the run are gone.
+) -> tuple[Ending, RunError | None]:
+    """Run this node's ranks until they end.
+
+    Return also an error if files of the run are gone, or if its clock did not start in time.
 
     Only node 0 decides whether the ranks of all nodes hang.
     """
@@ -199,6 +206,8 @@ def _train(
     command = trainer_command(job, run_dir, seed)
     environment = trainer_environment(job, cleared)
     directory = run_directory.DirectoryWatch(run_dir)
+    limit_s = job.rules.init_limit_s if job.rules.division == "closed" else math.inf
+    clock = run_directory.ClockWatch(run_dir / "result.txt", limit_s)
     with (
         sampler.sampling(run_dir, job.run_gpus),
         # Rank 0 writes the events.
@@ -216,12 +225,13 @@ def _train(
 
         def stop() -> bool:
             screen.update()
-            return directory.missing() is not None or nodes.poll(run_dir)
+            failed = directory.missing() or clock.late()
+            return failed is not None or nodes.poll(run_dir)
 
         ending = supervise(
             command, environment, run_dir, watch, stop, stdout=screen.stdout, stderr=screen.stderr
         )
-    return ending, directory.missing()
+    return ending, directory.missing() or (clock.late() if ending.stopped else None)
 
 
 def judge(
@@ -229,7 +239,7 @@ def judge(
     nodes: Nodes,
     run_dir: Path,
     ending: Ending,
-    gone: StorageError | None,
+    gone: RunError | None,
     result: RunRecord,
 ) -> tuple[RunError | None, list[RunError]]:
     """Return (error, late errors).
@@ -267,7 +277,7 @@ def _failure_of_processes(
     nodes: Nodes,
     run_dir: Path,
     ending: Ending,
-    gone: StorageError | None,
+    gone: RunError | None,
     result: RunRecord,
 ) -> tuple[RunError | None, dict]:
     """Return why the processes did not end normally, and the record of the rank that failed.
@@ -307,6 +317,8 @@ def _failure_of_processes(
             "free space, or check the mount and the permissions of LOGDIR",
         )
         return unopened, {}
+    if ending.returncode == PreflightError.exit_code:
+        return broken_torch(), {}
     if ending.returncode or nodes.failed:
         return diagnosis.diagnose(run_dir, job.config.world_size)
     if unreadable := diagnosis.disk_error(result):

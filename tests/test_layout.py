@@ -59,6 +59,7 @@ BASE = {
     "common.repository",
     "common.terminal",
     "common.text_tables",
+    "common.variables",
 }
 # Package -> packages or modules that it may import besides itself and BASE. A package that is
 # missing here fails the test.
@@ -79,11 +80,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "common.training": {
         "common.data",
+        "common.estimate.mfu",
         "common.kernels",
         "common.model",
         "common.records",
         "common.self_test",
         "common.sharding",
+        "system_tuning.settings",  # the host's settings, for versions.json
     },
     "common.self_test": {"common.kernels", "common.model", "common.sharding"},
     "common.measure": {
@@ -189,6 +192,12 @@ def test_the_repository_has_a_folder_for_each_benchmark_and_eight_more():
     )
     folders = {name.split("/")[0] for name in tracked.stdout.split("\n") if "/" in name}
     assert {name for name in folders if not name.startswith(".")} == FOLDERS
+
+
+def test_a_clone_by_git_for_windows_has_the_line_ends_of_linux():
+    command = ["git", "check-attr", "eol", "text", "--", "run_and_time.sh", "launch/cli.py"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.count("eol: lf") == said.count("text: auto") == 2
 
 
 def test_a_package_imports_what_is_below_it():

@@ -95,9 +95,7 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
             if processes.rank == 0:
                 print(*checked.engine_lines(), sep="\n", file=sys.stderr, flush=True)
         assembly = training.assemble_random(config, rules, processes, args.seed)
-        meter = make_meter(
-            config, rules.sequence_length, rules.flops_per_token, processes, Events(None)
-        )
+        meter = make_meter(config, rules, processes, Events(None))
         measure(config, args, assembly, processes, meter)
 
 

@@ -28,6 +28,7 @@ from common.measure.profile_comparison import PROFILE
 from common.measure.tables import Section
 from common.model.llama import Llama
 from common.sharding.processes import Processes
+from common.text_tables import number
 
 TRACE = "trace.json.gz"
 # Key of a row -> head of its column, and format.
@@ -168,7 +169,7 @@ def _cells(rows: list[dict]) -> list[tuple[str, ...]]:
     cells = []
     for row in rows:
         values = [(row[key], form) for key, (_, form) in COLUMNS.items()]
-        texts = ["" if value is None else format(value, form) for value, form in values]
+        texts = ["" if value is None else number(value, form) for value, form in values]
         cells.append((row["name"], *texts))
     return cells
 

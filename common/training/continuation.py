@@ -50,6 +50,7 @@ MAY_DIFFER = {
     "recompute_layers",
     "reduce_scatter",
     "frozen_base",
+    "transposed_layers",
     "offload_layers",
 }
 
