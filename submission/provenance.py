@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+from common import engines
 from common.html.page import Block, Section, table
 from submission.log_rules import PRECISION_KEYS
 from submission.run import Run
@@ -113,6 +114,9 @@ def _facts(run: Run, alone: bool) -> dict[str, str]:
         facts["engines"] = run.engines
     if not alone:
         facts |= run.settings
+        # The engines are compared: a series' first run chooses those that variables pin later.
+        pins = engines.VARIABLES.values()
+        facts["variables"] = {k: v for k, v in run.variables.items() if k not in pins} or None
     return {str(key): _plain(value) for key, value in facts.items() if value is not None}
 
 

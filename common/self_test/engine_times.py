@@ -91,12 +91,16 @@ def choose_engine(
         times = measured_on_all_ranks(operation, passed, sizes, draw, notes)
         if list(times) == names and is_rank_0():
             keep_times(key, times, notes)
-    chosen = fastest(times) if times else ""
-    if chosen not in passed:
-        chosen = (passed or list(results))[0]
+    if not times or fastest(times) not in passed:
+        times = {}
+    chosen = fastest(times) if times else (passed or list(results))[0]
     engines.use(operation.name, chosen)
-    why = _reason(operation.name, first, names, times, chosen)
-    if kept:
+    for name, found in results.items():
+        if passed and name not in passed:
+            bad = next(each for each in found if not each.good)
+            notes.append(f"{operation.name} by {name} is not used: its self-test failed: {bad}")
+    why = _reason(operation.name, first, names, times)
+    if times and kept:
         why += ", in an earlier start"
     return EngineChoice(chosen, why, times), results
 
@@ -125,15 +129,16 @@ def test_engines(
     return results
 
 
-def _reason(operation: str, first: Choice, names: list[str], times: Times, chosen: str) -> str:
-    """Return why `chosen` is used."""
+def _reason(operation: str, first: Choice, names: list[str], times: Times) -> str:
+    """Return why an engine is used. `times`: {} if they did not decide."""
     if first.pinned:
         return f"pinned by {engines.VARIABLES[operation]}"
     if len(names) == 1:
         return "the only usable engine"
-    if chosen not in times:
+    if not times:
         return "the first of the list that passes its self-test, not timed"
     before = next(iter(times))
+    chosen = fastest(times)
     if chosen == before:
         return f"the first of the list, and no other is more than {GAIN:.0%} faster"
     gain = min(1 - new / old for new, old in zip(times[chosen], times[before], strict=True))

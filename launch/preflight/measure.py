@@ -71,18 +71,10 @@ def measure(report: RankReport, folder: Path, device: str, seconds: float, bench
         dist.init_process_group(
             "gloo" if device == "cpu" else "nccl", device_id=place if device == "cuda" else None
         )
-    if benchmark:
-        config = configs.load(folder / "config.toml", config_class(benchmark))
-        fixed = benchmark_workload(benchmark, config)
-        sizes = Sizes.of(config, fixed.shape, fixed.sequence_length, fixed.lora_rank)
-        result = self_test(sizes, place, lambda op: report.write(folder, op))
-        report.attention = result.attention
-        report.engines = {name: str(choice) for name, choice in result.engines.items()}
-        report.engine_notes = result.notes
-        report.self_test_s = result.seconds
-        report.self_test = [(each.op, str(each), each.good) for each in result.results]
-    torch.manual_seed(report.rank)
     try:
+        if benchmark:
+            run_self_test(report, folder, place, benchmark)
+        torch.manual_seed(report.rank)
         fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(report.arch)]
         skipped: tuple[str, ...] = ()
         if device == "cpu":
@@ -98,6 +90,19 @@ def measure(report: RankReport, folder: Path, device: str, seconds: float, bench
         if dist.is_initialized():
             dist.destroy_process_group()
     report.phase = "done"
+
+
+def run_self_test(report: RankReport, folder: Path, place: torch.device, benchmark: str) -> None:
+    """Run the self-test of the config in `folder`, and record its results."""
+    config = configs.load(folder / "config.toml", config_class(benchmark))
+    fixed = benchmark_workload(benchmark, config)
+    sizes = Sizes.of(config, fixed.shape, fixed.sequence_length, fixed.lora_rank)
+    result = self_test(sizes, place, lambda op: report.write(folder, op))
+    report.attention = result.attention
+    report.engines = {name: str(choice) for name, choice in result.engines.items()}
+    report.engine_notes = result.notes
+    report.self_test_s = result.seconds
+    report.self_test = [(each.op, str(each), each.good) for each in result.results]
 
 
 def record_properties(report: RankReport, device: str) -> torch.device:

@@ -28,13 +28,13 @@ class Gfx942:
     """The stand-in node. `timed` lists the operations that were timed, in their order."""
 
     def __init__(self, monkeypatch, cache, packages=(), driver=DRIVER, **ms):
-        """`cache`: folder of kept times. `ms`: engine of attention -> its time, or one a start."""
+        """`cache`: folder of kept times. `ms`: engine of attention -> its times."""
         self.ms = ms
+        self.wrong = ()  # engines of attention that compute wrongly
         self.timed = []
         self.tested = []  # engines of attention
         for module in (attention, fp8, swiglu):
             monkeypatch.setattr(module, "gpu_architecture", lambda device: "gfx942")
-        monkeypatch.setattr(engines, "version_of", dict(packages).get)
         monkeypatch.setattr(engines, "version_of", lambda name: dict(packages).get(name, ""))
         monkeypatch.setattr(engines, "module_of", self.module_of)
         monkeypatch.setattr(engine_times, "probe", lambda: Probe("amd", (), driver))
@@ -44,7 +44,7 @@ class Gfx942:
     def module_of(self, engine):
         def attend(q, k, v):
             self.tested.append(engine.name)
-            return causal_attention(q, k, v)
+            return causal_attention(q, k, v) * (0.5 if engine.name in self.wrong else 1.0)
 
         return SimpleNamespace(require=lambda: None, causal_attention=attend)
 
@@ -65,8 +65,10 @@ def choose_on_a_rank(processes, folder):
     """Choose on one of two ranks with times of its own. Return what it chose, and why."""
     import pytest
 
-    ms = ({"aiter": (9, 9), "repeated_heads": (5, 5), "sdpa": (8, 8)},)
-    ms += ({"aiter": (9, 9), "repeated_heads": (12, 12), "sdpa": (8, 8)},)
+    ms = (
+        {"aiter": (9.0, 9.0), "repeated_heads": (5.0, 5.0), "sdpa": (8.0, 8.0)},
+        {"aiter": (9.0, 9.0), "repeated_heads": (12.0, 12.0), "sdpa": (8.0, 8.0)},
+    )
     with pytest.MonkeyPatch.context() as monkeypatch:
         node = Gfx942(monkeypatch, folder / f"cache_{processes.rank}", AITER, **ms[processes.rank])
         first = node.start().engines["attention"]

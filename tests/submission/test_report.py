@@ -25,7 +25,7 @@ from synthetic_run import (
 from common.records import ledger
 from common.records.run_states import NO_END, words
 from llama31_8b import rules
-from submission import rcp, report
+from submission import provenance, rcp, report
 from submission.figures import figures_of
 from submission.run import Run
 from submission.series import read_series, ten_runs
@@ -64,6 +64,18 @@ def test_the_page_shows_variables_and_host_settings(run_dir):
     text = page(run_dir)
     shown = text.partition("Provenance")[2].partition("<details")[0]
     assert "NCCL_ALGO Ring" in shown and "governor good" in shown
+
+
+def test_the_variables_that_pin_a_series_to_its_first_runs_engines_are_no_difference(tmp_path):
+    runs = []
+    for name, pins in (("first", {}), ("second", {"ATTENTION_ENGINE": "sdpa"})):
+        (tmp_path / name).mkdir()
+        path = write_run(tmp_path / name) / "versions.json"
+        versions = json.loads(path.read_text()) | {"variables": {"NCCL_ALGO": "Ring", **pins}}
+        path.write_text(json.dumps(versions))
+        runs.append((name, Run.read(tmp_path / name / "result.txt")))
+    differing, same = provenance.compared_facts(runs)
+    assert dict(same)["variables"] == "NCCL_ALGO Ring" and "variables" not in dict(differing)
 
 
 def test_the_report_of_a_good_run_is_complete(run_dir):
