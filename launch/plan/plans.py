@@ -52,6 +52,7 @@ ALL = [
     "usable",
     "fits",
     *SPEED,
+    "best published score",
 ]
 LAYOUTS = ["layout", "trained by this package", "needed", "usable", "fits", "largest micro-batch"]
 EVERY_KIND = ["GPU", "fits", "largest micro-batch", *SPEED, "best published score"]
@@ -161,10 +162,7 @@ def cells(plan: Plan) -> dict[str, str]:
         "fits": "yes" if plan.fits else "NO",
         "largest micro-batch": str(largest),
     }
-    for result in published.published(plan.name, config.gpu, config.world_size):
-        if result.score:
-            row["best published score"] = f"{result.score:.2f} (batch {result.batch})"
-            break
+    row["best published score"] = best_score(plan.name, config.gpu, config.world_size)
     speed = plan.estimate
     if speed is None:
         return row
@@ -177,6 +175,14 @@ def cells(plan: Plan) -> dict[str, str]:
         row["minutes to target"] = f"{speed.minutes:,.1f}"
         row["days"] = f"{speed.minutes / 1440:,.2f}"
     return row
+
+
+def best_score(benchmark: str, gpu: str, gpus: int) -> str:
+    """Return the best published score in minutes on these GPUs, with its batch, or "-"."""
+    for result in published.published(benchmark, gpu, gpus):
+        if result.score:
+            return f"{result.score:.2f} (batch {result.batch})"
+    return "-"
 
 
 def plans_table(columns: Sequence[str], plans: Iterable[Plan]) -> str:
@@ -309,10 +315,7 @@ def size_lines(plan: Plan, kind: GpuKind) -> list[str]:
 
 
 def speed_lines(plan: Plan, kind: GpuKind) -> list[str]:
-    """Return the planned tokens/s, and the days and GPU-hours of the run.
-
-    Communication is assumed to be hidden behind computation, as in `estimate`.
-    """
+    """Return the planned tokens/s, and the days and GPU-hours of the run."""
     speed = plan.estimate
     if speed is None:
         return [f"Speed: unknown, because the peak FLOP/s of {kind.name} is unknown."]
