@@ -17,6 +17,7 @@ from common.config import RunConfig
 from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
 from common.machine.hardware import Probe
+from common.machine.host import cpu_count
 from common.paths import ROOT, data_folder, results_folder
 from common.records.run_record import RunRecord
 from common.records.trackers import require_installed
@@ -25,6 +26,7 @@ from common.training.continuation import (
     BASE_FILES,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
+    ENGINES,
     SavedCheckpoint,
     newest,
     parse_interval,
@@ -164,6 +166,10 @@ class Job:
         operations = engines.operations(self.config.linear_format.in_fp8)
         return engines.choose_engines(gpu, environment, self.config.precision, operations)
 
+    def pinning(self, pins: Mapping[str, str]) -> Job:
+        """Return the job with these variables, unless the user or the config sets them."""
+        return replace(self, environment={**pins, **self.environment})
+
     @property
     def data_files(self) -> list[Path]:
         """Paths of the files that a run reads, under the data directory."""
@@ -212,7 +218,7 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
     trackers = tuple(getattr(options, "track", ()))
     for name in trackers:
         require_installed(name)
-    return Job(
+    job = Job(
         benchmark=benchmark,
         selection=selection,
         machine=machine,
@@ -226,6 +232,9 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
         trackers=trackers,
         cpus=cpus,
     )
+    if continues and selection.device == "cuda":
+        job = job.pinning(engines.pins(continues.facts.get(ENGINES, {})))
+    return job
 
 
 def _require_checkpoint_option(checkpoint: str) -> None:
@@ -477,7 +486,7 @@ def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
         if job.environment.get(name, value) != value:
             print_stderr(f"note: {name}={value} from the config replaces {job.environment[name]}")
     recorder = {}
-    threads = max(1, (os.cpu_count() or 1) // config.gpus_per_node)
+    threads = max(1, cpu_count() // config.gpus_per_node)
     if job.selection.device == "cuda":
         # Keep records of 2,000 collectives, from which a hang is diagnosed.
         recorder = {"TORCH_FR_BUFFER_SIZE": "2000"}

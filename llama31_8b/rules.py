@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from common.benchmarks import Download
 from common.config import RunConfig
 from common.model import shapes
 from common.training.pretraining_rules import PretrainingConfig, PretrainingRules
@@ -29,6 +30,10 @@ CLOSED = Rules(
     eval_interval_samples=12288,
     target_loss=3.3,
     max_steps=1_200_000,
+    # The size is approximate, from AMD's v5.1 README.
+    downloads=(
+        Download("C4, tokenized by MLCommons", 80_000_000_000, "MLCommons' storage", "ODC-BY"),
+    ),
     adam_beta_1=0.9,
     adam_beta_2=0.95,
     adam_epsilon=1e-5,

@@ -59,6 +59,7 @@ BASE = {
     "common.repository",
     "common.terminal",
     "common.text_tables",
+    "common.variables",
 }
 # Package -> packages or modules that it may import besides itself and BASE. A package that is
 # missing here fails the test.
@@ -79,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "common.training": {
         "common.data",
+        "common.estimate.mfu",
         "common.kernels",
         "common.model",
         "common.records",
@@ -121,9 +123,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Subpackages of launch/ have the imports of launch/, and these.
 MAY_IMPORT["launch"] |= {
+    "common.kernels.step_clock",  # preflight
     "common.model.families",  # plan: of any model
     "common.self_test",  # preflight
-    "common.training.metrics",
 }
 HEAVY = {"torch", "triton", "transformers", "numpy"}
 
@@ -189,6 +191,12 @@ def test_the_repository_has_a_folder_for_each_benchmark_and_eight_more():
     )
     folders = {name.split("/")[0] for name in tracked.stdout.split("\n") if "/" in name}
     assert {name for name in folders if not name.startswith(".")} == FOLDERS
+
+
+def test_a_clone_by_git_for_windows_has_the_line_ends_of_linux():
+    command = ["git", "check-attr", "eol", "text", "--", "run_and_time.sh", "launch/cli.py"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.count("eol: lf") == said.count("text: auto") == 2
 
 
 def test_a_package_imports_what_is_below_it():

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from common.config import RunConfig
 from common.estimate.links import NETWORK_GB_S, exposed_seconds, occupied_seconds
 from common.estimate.memory import BYTES, recomputed_layers, state_bytes
+from common.estimate.mfu import peak_tflops
 from common.estimate.workload import Workload
 from common.gpu_kinds import GpuKind
+from common.model.shapes import TokenFlops
 
 # Time of a step's products in bf16 divided by that in FP8. A whole step takes 1.41 times as long:
 # 11,223 and 15,829 tok/s/GPU with the 8B on 2 H200s. Assumed for every model and GPU.
@@ -49,8 +51,8 @@ def products_seconds_per_token(
 ) -> float:
     """Return the time of one token's matrix products on one GPU at the dense peaks.
 
-    Linear layers run at the FP8 peak. Attention, adapters and head run at the bf16 peak. Training
-    consists of forward, data gradient and, unless the weights are frozen, weight gradient.
+    Linear layers run at the FP8 peak, and the other products at the bf16 peak. Training consists of
+    forward, data gradient and, unless the weights are frozen, weight gradient.
     `recomputed`: share of the layers whose forward runs twice.
     """
     shape = work.shape
@@ -67,10 +69,11 @@ def products_seconds_per_token(
         passes = 2 if work.lora_rank else 3
         adapter_passes = 3
         attention_passes = 1 + ATTENTION_BACKWARD
-    in_fp8 = linears * (passes + recomputed)
-    in_bf16 = adapters * adapter_passes + attention * (attention_passes + recomputed)
-    in_bf16 += head * passes
-    return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
+    others = adapters * adapter_passes + attention * (attention_passes + recomputed)
+    others += head * passes
+    flops = TokenFlops(linears * (passes + recomputed), others)
+    peak = peak_tflops(flops, kind.peak_fp8_tflops, kind.peak_bf16_tflops)
+    return flops.total / peak / 1e12
 
 
 def fixed_seconds(config: RunConfig, work: Workload, kind: GpuKind) -> float:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from common.errors import ConfigError
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
 from common.records.json_lines import is_number
+from common.text_tables import number
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,8 @@ def _rotation(path: Path, config: dict[str, Any]) -> tuple[float, RopeScaling | 
     if rope.get("rope_theta") is None and lost not in (None, base):
         raise ConfigError(
             f"{path}: rope_scaling has no rope_theta, but rope_parameters has {lost!r}",
-            f"rope_scaling replaces all of rope_parameters, so rope_theta would be {base:g}",
+            "rope_scaling replaces all of rope_parameters, so rope_theta would be "
+            f"{number(base, 'g')}",
             "move all entries to rope_parameters, and remove rope_scaling",
         )
     kind = rope.get("rope_type", rope.get("type", "default"))

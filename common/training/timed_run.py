@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,11 +108,12 @@ def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> N
 
 @contextlib.contextmanager
 def self_tested(run: Run, reports: Reports, rules: Rules, processes: Processes) -> Iterator[None]:
-    """Run the self-test, then the block, both with this rank's seed and attention backends."""
-    # For dropout and stochastic rounding, which must differ between the ranks.
-    torch.manual_seed(run.seed + processes.rank)
+    """Run the self-test, then the block with this rank's seed, both with attention's backends."""
     with attention_backends(processes.device.type, DTYPES[run.config.precision]):
         run_self_test(run.config, rules, processes, reports)
+        # For dropout and stochastic rounding, which must differ between the ranks. Set after the
+        # self-test, because some libraries draw numbers in it, and not every start times them.
+        torch.manual_seed(run.seed + processes.rank)
         yield
 
 
@@ -124,14 +126,17 @@ def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports
     result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
     require_sound(result, processes.device)
     require_equal_engines(result, processes)
-    # The first screen named these engines. It cannot know that they fail here.
+    # The first screen named the engines by their order. It cannot know which fail or are slow here.
     for rejection in engines.rejections():
         reports.progress.show(f"NOTE       {rejection}")
+    for line in result.engine_lines():
+        reports.progress.show(line)
     reports.events.write(
         "self_test",
         attention=result.attention,
         products=result.products,
         swiglu=result.swiglu,
+        engines={name: asdict(choice) for name, choice in result.engines.items()},
         missing=result.missing,
         choices=cublaslt_choices(result),
         seconds=result.seconds,
@@ -273,9 +278,7 @@ def _prepare(
     on_phase = partial(reports.heartbeat.write, 0)
     digest = warm_up(assembly, batching, micro_batch_sizes, processes, on_phase)
     reports.phase_done("warmup", state_digest=digest)
-    reports.meter = make_meter(
-        config, rules.sequence_length, rules.flops_per_token, processes, reports.events, padding
-    )
+    reports.meter = make_meter(config, rules, processes, reports.events, padding)
     step = checkpoints.load() if checkpoints else 0
     if run.continues is not None:
         reports.meter.samples = step * config.global_batch_size

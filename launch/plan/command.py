@@ -44,7 +44,7 @@ from common.command_line import (
 )
 from common.config import ANY_GPU
 from common.errors import ConfigError, OutOfMemory, write_text
-from common.estimate.mfu import remark, utilization, with_attention
+from common.estimate.mfu import by_parameters, remark, utilization, with_attention
 from common.estimate.verdict import saving_keys
 from common.estimate.workload import model_workload
 from common.gpu_kinds import KINDS, GpuKind
@@ -52,6 +52,7 @@ from common.machine.hardware import MAX_GPUS, config_names
 from common.model.families import FAMILIES, shape_of
 from common.paths import ROOT
 from common.terminal import inform, plural
+from common.text_tables import number
 from launch.plan import scaling
 from launch.plan.model import LORA_RANK, chosen, fitting_options, layouts, model_plan
 from launch.plan.plans import (
@@ -62,6 +63,7 @@ from launch.plan.plans import (
     as_dict,
     config_plan,
     describe,
+    fetch_lines,
     plans_table,
     table,
 )
@@ -282,7 +284,8 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
                 "name one by --config, or its GPUs by DGXSYSTEM, such as DGXSYSTEM=MI355X_2x8",
             )
         plans = all_plans(benchmark, {**request.overrides})
-        return {plan.source: plan for plan in plans}, [plans_table(ALL, plans), "", SOURCES]
+        lines = [plans_table(ALL, plans), "", *fetch_lines(benchmark), SOURCES]
+        return {plan.source: plan for plan in plans}, lines
     config = choice.config
     kind = machine.kind_of(config)
     plan = config_plan(benchmark, choice.derived or str(choice.path), config, kind)
@@ -474,23 +477,32 @@ def _show_mfu(options: argparse.Namespace) -> int:
             "MFU is FLOP/s over a peak",
             "see plan --help",
         )
-    peak = options.peak
-    if not peak:
+    if options.peak:
+        linears = others = options.peak / 1e12
+        peaks = f"{linears:,.1f} TFLOP/s each"
+    else:
         kind = KINDS[options.gpu]
-        fp8 = options.precision == "fp8"
-        peak = (kind.peak_fp8_tflops if fp8 else kind.peak_bf16_tflops) * 1e12
+        linears = kind.peak_tflops(options.precision == "fp8")
+        others = kind.peak_bf16_tflops
+        peaks = f"{others:,.1f} TFLOP/s each"
+        if linears != others:
+            peaks = f"{linears:,.1f} TFLOP/s in FP8 and {others:,.1f} in bf16 each"
     tokens = options.tokens or gpus * options.batch * options.seq
     parameters = shape.num_parameters if shape else options.params
-    more = with_attention(shape, options.seq, options.lora or LORA_RANK) if shape else {}
-    results = utilization(parameters, tokens, options.seconds, gpus, peak, more)
+    formulas = by_parameters(parameters)
+    if shape:
+        formulas |= with_attention(shape, options.seq, options.lora or LORA_RANK)
+    rate = tokens / options.seconds / gpus
+    results = utilization(formulas, rate, linears, others)
     if options.json:
         print(json.dumps([asdict(each) for each in results], indent=1))
         return 0
     rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in results]
     print(
-        f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: "
+        f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in "
+        f"{number(options.seconds, 'g')} s: "
         f"{tokens / options.seconds:,.1f} tokens/s on {plural(gpus, 'GPU')}"
-        f" of {peak / 1e12:,.1f} TFLOP/s each",
+        f" of {peaks}",
         "",
         table(["FLOPs per token", "TFLOP/s per GPU", "MFU %"], rows),
         *filter(None, [remark(results)]),

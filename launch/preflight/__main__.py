@@ -355,6 +355,8 @@ def host_rows(
     rows = host.judge(
         read_host(), request.count, request.device, request.nodes, request.pinned_bytes
     )
+    if request.device == "cuda" and request.nodes > 1:
+        rows.append(host.judge_rdma({**environment, **request.env}))
     if benchmark:
         rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
     if environment.get("MODEL"):
@@ -415,6 +417,7 @@ def measure(
         rows += health_rows(seen_by_torch, kind, readings, is_grace)
     if rows[0].verdict == "ok":
         rows.append(gpus.judge_self_test(ranks, kind, installed(found.driver)))
+        rows += gpus.judge_engines(ranks)
         rows += gpus.judge_speeds(ranks, request.device, request.kind)
     return ranks, rows
 

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -29,7 +30,6 @@ SCRIPTS = [
     "run_with_docker.sh",
     "run.sub",
     "kubernetes_manifest.sh",
-    "launch/container_variables.sh",
     "launch/install_aiter.sh",
     ".ci/run",
     *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/**/*.sh")),
@@ -388,37 +388,83 @@ def test_no_more_rights_than_needed(vendor, engine):
     assert "Us" not in words, "values are not for everybody's eyes"
 
 
-# Variables of docs/settings.md that users set for the host or for its container engine, and paths
-# that exist on the host only.
-OF_THE_HOST = {
-    "CONTAINER_ENGINE",
-    "CONTAINER_OPTIONS",
-    "GPU_VENDOR",
-    "JOB_NAME",
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "CC",
-    "PIP_FIND_LINKS",
-    "PIP_INDEX_URL",
-    "XDG_CACHE_HOME",
-    "QUACK_CACHE_DIR",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
-    "CUDNN_HOME",
-}
+def names_in(text: str) -> set[str]:
+    return set(text.split())
+
+
+# Variables that containers got before the table of common/variables.py, and one of each prefix.
+IN_KUBERNETES = names_in(
+    """
+    SEED NEXP DATADIR MODEL LOGDIR DGXSYSTEM DGXNGPU GPU_KIND ATTENTION_ENGINE MATMUL_ENGINE
+    SWIGLU_ENGINE ZERO_STREAM_PRIORITY ALLOW_KNOWN_ISSUES NO_COLOR RUN_QUIET OMP_WAIT_POLICY
+    GPU_MAX_HW_QUEUES WANDB_PROJECT MLFLOW_EXPERIMENT_NAME MLFLOW_TRACKING_URI TRACKIO_PROJECT
+    FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED MLPERF_SUBMISSION_ORG MLPERF_SUBMISSION_PLATFORM
+    MLPERF_SUBMISSION_STATUS MLPERF_SUBMISSION_MISSPELLED NCCL_IB_HCA NCCL_SOCKET_IFNAME
+    NCCL_TOPO_FILE NCCL_DEBUG RCCL_MSCCL_ENABLE GLOO_SOCKET_IFNAME TORCH_NCCL_TRACE_BUFFER_SIZE
+    TORCH_NCCL_DEBUG_INFO_TEMP_FILE TORCH_FR_BUFFER_SIZE TORCH_ROCM_FA_PREFER_CK PYTORCH_ALLOC_CONF
+    PYTORCH_TUNABLEOP_FILENAME HSA_NO_SCRATCH_RECLAIM HSA_TOOLS_PATH HSA_OVERRIDE_GFX_VERSION
+    AMDGCN_USE_BUFFER_OPS HIPBLASLT_WORKSPACE_SIZE HIPBLASLT_TUNING_FILE NCCL_VERSION
+    """
+)
+IN_DOCKER = IN_KUBERNETES | names_in(
+    """
+    CONT CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES MASTER_ADDR MASTER_PORT
+    NODE_RANK
+    """
+)
+NEW = names_in(
+    """
+    NVTE_FUSED_ATTN AITER_LOG_LEVEL TRITON_F32_DEFAULT HIP_FORCE_DEV_KERNARG QUACK_DEBUG
+    CUDA_DEVICE_MAX_CONNECTIONS CUBLAS_WORKSPACE_CONFIG CUDNN_LOGLEVEL_DBG FLASH_ATTENTION_X
+    TORCH_BLAS_PREFER_HIPBLASLT
+    """
+)
+# Of the host, of its container engine, secrets, and what nobody knows.
+OF_THE_HOST = names_in(
+    """
+    CONTAINER_ENGINE CONTAINER_OPTIONS GPU_VENDOR JOB_NAME PATH LD_LIBRARY_PATH PYTHONPATH CC
+    RDMA_RESOURCE
+    PIP_FIND_LINKS PIP_INDEX_URL XDG_CACHE_HOME QUACK_CACHE_DIR CUDNN_HOME TRITON_CACHE_DIR
+    FLASH_ATTENTION_CUTE_DSL_CACHE_DIR CUDA_HOME CUDA_PATH HIP_PATH TORCH_HOME CUDA_VERSION
+    AITER_JIT_DIR TORCHINDUCTOR_CACHE_DIR HF_TOKEN WANDB_API_KEY TRITON_API_KEY NVTE_SECRET
+    MY_NCCL_ALGO OMP_NUM_THREADS
+    """
+)
+
+
+def settable(tmp_path, names) -> dict[str, str]:
+    """A value for each name that the scripts accept. PATH and the engine keep theirs."""
+    values = dict.fromkeys(names - {"PATH", "CONTAINER_ENGINE", "CONTAINER_OPTIONS"}, "1")
+    values |= {name: str(tmp_path) for name in ("DATADIR", "MODEL", "LOGDIR")}
+    return values | {"GPU_VENDOR": "amd", "DGXSYSTEM": "MI355X_1x8", "CONT": "image:1"}
 
 
 def test_a_user_s_variables_reach_the_container(tmp_path):
-    table = (ROOT / "docs/settings.md").read_text()
-    wanted = set(re.findall(r"^\| `(\w+)` \| user", table, re.MULTILINE)) - OF_THE_HOST
-    assert {"ATTENTION_ENGINE", "ALLOW_KNOWN_ISSUES", "TORCH_ROCM_FA_PREFER_CK"} <= wanted
-    tuning = {"AMDGCN_USE_BUFFER_OPS", "HSA_NO_SCRATCH_RECLAIM", "NCCL_IB_HCA"}
-    values = dict.fromkeys(wanted | tuning | {"HF_TOKEN"}, "1")
-    values |= {name: tmp_path for name in ("DATADIR", "MODEL", "LOGDIR")}
-    words = container("amd", "docker", **values)
-    names = {words[i + 1] for i, word in enumerate(words) if word == "--env"}
-    assert wanted | tuning <= names
-    assert not names & (OF_THE_HOST | {"HF_TOKEN"})
+    values = settable(tmp_path, IN_DOCKER | NEW | OF_THE_HOST)
+    for empty in ({}, {"NCCL_IB_HCA": ""}):
+        words = printed("llama31_8b", CONTAINER_ENGINE="docker", **values | empty)
+        names = {words[i + 1] for i, word in enumerate(words) if word == "--env"}
+        assert names == (IN_DOCKER | NEW) - empty.keys()
+
+
+def test_a_user_s_variables_reach_the_pod(tmp_path):
+    job = manifest(**settable(tmp_path, IN_DOCKER | NEW | OF_THE_HOST))
+    (launcher,) = job["spec"]["template"]["spec"]["containers"]
+    assert {each["name"] for each in launcher["env"]} == IN_KUBERNETES | NEW
+
+
+@pytest.mark.parametrize("script", ["run_with_docker.sh", "kubernetes_manifest.sh"])
+def test_a_host_without_python_is_told(script, tmp_path):
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (tmp_path / "python3").chmod(0o755)
+    values = settable(tmp_path, IN_DOCKER) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [str(ROOT / script), *(["--print"] * (script == "run_with_docker.sh")), "llama31_8b"],
+        env=environment(**values, CONTAINER_ENGINE="docker"),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "") and "Python 3.8" in done.stderr
 
 
 def test_print_behind_the_benchmark_is_that_of_the_launcher():
@@ -513,14 +559,37 @@ def test_a_kubernetes_job_set_of_two_nodes():
     assert (spec["completions"], spec["completionMode"]) == (2, "Indexed")
     (launcher,) = spec["template"]["spec"]["containers"]
     assert launcher["resources"]["limits"] == {"amd.com/gpu": 8}
+    assert launcher["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     values = {each["name"]: each.get("value", each.get("valueFrom")) for each in launcher["env"]}
     assert values["MASTER_ADDR"] == "llama-training-node-0-0.llama-training"
     assert "job-completion-index" in str(values["NODE_RANK"])
 
 
+def test_pods_of_several_nodes_get_rdma_and_may_lock_memory():
+    for name, nodes in (("rdma/hca", 2), ("nvidia.com/hostdev", 4)):
+        job_set = manifest(DGXSYSTEM=f"MI355X_{nodes}x8", RDMA_RESOURCE=f"{name}:8")
+        (replicated,) = job_set["spec"]["replicatedJobs"]
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}}
+        kubernetes_validate.validate(job | replicated["template"], KUBERNETES, strict=True)
+        (launcher,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+        assert launcher["resources"]["limits"] == {"amd.com/gpu": 8, name: 8}
+        assert launcher["securityContext"] == {
+            "runAsUser": 0,  # Linux takes added capabilities from other users
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+        }
+    job = manifest(DGXSYSTEM="MI355X_1x8", RDMA_RESOURCE="rdma/hca:8")
+    (launcher,) = job["spec"]["template"]["spec"]["containers"]
+    assert launcher["resources"]["limits"] == {"amd.com/gpu": 8}
+    assert "add" not in launcher["securityContext"]["capabilities"]
+
+
 @pytest.mark.parametrize(
     "variables",
     [
+        {"RDMA_RESOURCE": "rdma/hca", "DGXSYSTEM": "H200_2x8"},
+        {"RDMA_RESOURCE": "rdma/hca:0", "DGXSYSTEM": "H200_2x8"},
+        {"RDMA_RESOURCE": 'a"b:1', "DGXSYSTEM": "H200_2x8"},
         {"DGXSYSTEM": "H200"},
         {"CONT": ""},
         {"DATADIR": "data"},
@@ -564,6 +633,7 @@ def test_what_cannot_be_run(tmp_path, arguments, variables, words):
 
 
 def test_an_engine_that_is_not_installed_is_named(tmp_path):
+    (tmp_path / "python3").symlink_to(sys.executable)
     for name in ("bash", "basename", "date", "dirname", "id", "mkdir", "readlink", "sort", "stat"):
         (tmp_path / name).symlink_to(shutil.which(name))
     known = {"GPU_VENDOR": "none", "CONTAINER_ENGINE": "podman", "LOGDIR": tmp_path / "out"}

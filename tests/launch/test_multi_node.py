@@ -403,7 +403,7 @@ def leader():
 
 def test_another_node_writes_the_files_of_its_own_ranks_only(tmp_path, leader):
     (tmp_path / "ranks").mkdir()
-    leader.announce("run", 1)
+    leader.announce("run", 1, {})
     leader.put("ready/1/1", "no")
     assert leader.ready("fadvise") == "no", (
         "the log must say so if the data stayed in the page cache of any node"
@@ -520,6 +520,12 @@ def test_a_node_that_is_not_started_is_named(leader, monkeypatch, capsys):
         assert "until node 1" in line and "data" in line
     finally:
         leader.put("left/1", "")
+
+
+def test_the_others_use_the_engines_of_node_0(leader):
+    with Nodes(Node(1, 2, "127.0.0.1", leader.node.port), 1) as other:
+        leader.announce("a run", 77, {"ATTENTION_ENGINE": "sdpa"})
+        assert other.next_run() == ("a run", 77, {"ATTENTION_ENGINE": "sdpa"})
 
 
 def test_the_others_end_with_the_exit_code_of_node_0(leader):

@@ -352,7 +352,14 @@ def test_a_file_that_is_no_description_is_one_clear_error(tmp_path, text):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--out", "x.txt"], ["--out", "a b.json"], ["--out", "x.json", "--set", "colour=red"]],
+    [
+        ["--out", "x.txt"],
+        ["--out", "a b.json"],
+        ["--out", "x.JSON"],
+        ["--out", "x.json", "--set", "colour=red"],
+        ["--out", "x.json", "--set", "system_name=two\nlines"],
+        ["--out", "x.json", "--set", 'system_name=a "quote"'],
+    ],
 )
 def test_wrong_usage(tmp_path, monkeypatch, capsys, arguments):
     monkeypatch.chdir(tmp_path)

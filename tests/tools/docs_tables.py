@@ -16,9 +16,10 @@ from common.config import RunConfig
 from common.gpu_kinds import GIB, KINDS, fp8_family
 from common.paths import ROOT
 from common.records.published import RESULTS
+from common.terminal import data_size
 from common.text_tables import markdown
 from launch.plan import scaling
-from launch.plan.plans import ALL, all_plans, kinds_table, plans_table, target_line
+from launch.plan.plans import ALL, COSTS, all_plans, kinds_table, plans_table, target_line
 from launch.plan.scaling_table import HEAD as SCALING_HEAD
 from launch.plan.scaling_table import row as scaling_row
 from launch.profilers import TOOLS
@@ -305,6 +306,22 @@ def plan_page(benchmark: str) -> str:
     return "\n\n".join(parts) + "\n\n"
 
 
+def costs_table(benchmark: str) -> str:
+    """Return the time and the GPU-hours of a result of each config."""
+    plans = [plan for plan in all_plans(benchmark) if plan.kind]
+    return f"{plans_table(COSTS, plans)}\n"
+
+
+def downloads_table() -> str:
+    """Return the files to fetch for each benchmark."""
+    rows = []
+    for benchmark in BENCHMARKS:
+        for part in divisions(benchmark)["closed"].downloads:
+            size = data_size(part.size_bytes)
+            rows.append([benchmark, part.what, size, part.source, part.license])
+    return markdown(["benchmark", "files", "size", "from", "license"], rows)
+
+
 def comparison_table(old: str, benchmark: str, name: str) -> str:
     """Return `old` with the last column updated in the rows that follow from the config."""
     config = load_all(ROOT, benchmark)[name]
@@ -404,6 +421,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "one_log": one_log_table,
     "plan": plan_table,
     "plan_page": plan_page,
+    "costs": costs_table,
+    "downloads": downloads_table,
     "scaling": scaling_table,
     "scaling_check": scaling_check_table,
     "config_keys": settings_tables.keys_table,

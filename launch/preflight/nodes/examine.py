@@ -116,7 +116,9 @@ class NodesCheck:
         nodes = self.passing()
         interfaces = {node: self.answers[node]["interfaces"] for node in nodes}
         rdma = {node: self.answers[node]["rdma"] for node in nodes}
-        self.proposal, rows = compare.propose(interfaces, rdma)
+        self.proposal, rows = compare.propose(
+            interfaces, rdma, bool(self.answers[nodes[0]]["gpus"])
+        )
         self.network += rows
         inform(f"all-reduce measuring on {len(nodes)} nodes ...")
         limit_s = START_S + PAIR_S * (len(nodes) + 1)

@@ -625,6 +625,23 @@ def test_one_config_that_fits(capsys):
     assert all(f"| {kind} " in text for kind in KINDS)
 
 
+@pytest.mark.parametrize(("benchmark", "sizes"), [(PRETRAINING, ["80.0 GB"]), (LORA, ["138 GB"])])
+def test_ten_runs_and_the_files_to_fetch_are_named(benchmark, sizes, capsys, monkeypatch):
+    config = str(config_path(ROOT, benchmark, "MI325X_1x8"))
+    code, text = planned(capsys, benchmark, "--config", config)
+    estimated = json.loads(planned(capsys, benchmark, "--config", config, "--json")[1])
+    hours = estimated["MI325X_1x8"]["estimate"]["minutes"] / 60 * 10
+    assert code == 0 and f"ten runs: {hours:,.1f} hours, {hours * 8:,.0f} GPU-hours" in text
+    for part in divisions(benchmark)["closed"].downloads:
+        assert part.what in text and part.license in text
+    assert all(size in text for size in sizes) and f"{benchmark} prepare fetch" in text
+    make_visible(monkeypatch, Probe("none"))
+    assert "To fetch: " in planned(capsys, benchmark)[1]
+    open_run = str(ROOT / "open_llama/examples/pretrain_1b.toml")
+    code, text = planned(capsys, "open_llama", "--config", open_run, "--set", "gpu=H200")
+    assert "ten runs" not in text and "To fetch" not in text
+
+
 def test_one_config_that_does_not_fit(capsys):
     code, text = planned(
         capsys,

@@ -433,6 +433,15 @@ def test_triton_is_found_under_each_of_its_names(monkeypatch, name):
 # --- GPUs: right and fast -------------------------------------------------------------------------
 
 
+def test_the_engine_of_each_operation_is_a_row_and_a_damaged_file_warns():
+    choices = {"attention": "aiter: 67% faster than sdpa (ms per layer: sdpa 12, aiter 4)"}
+    first = rank(engines=choices, engine_notes=["x.json cannot be used: timed again"])
+    row, note = gpus.judge_engines([first, rank(1)])
+    assert (row.check, row.verdict) == ("engine of attention", "ok") and "67%" in row.value
+    assert note.verdict == "warn" and "x.json" in note.value and note.do
+    assert gpus.judge_engines([rank()]) == []
+
+
 def test_self_test_verdict():
     """The verdict of a failed op takes the known issues of the versions into account."""
     versions = {"torch": "2.10.0+rocm7.2", "rocm": "7.2.53211"}
@@ -583,6 +592,59 @@ def test_what_depends_on_the_run():
     assert by_check(host.judge(little, 8, "cuda", 2))["memlock limit"].verdict == "refuse", (
         "between nodes it is needed"
     )
+
+
+@pytest.fixture
+def with_rdma(tmp_path, monkeypatch):
+    """The root of a host with one active InfiniBand port, whose device this user may open."""
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE")
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    (tmp_path / "dev/infiniband/uverbs0").write_text("")
+    monkeypatch.setattr(host, "IBVERBS", "libc.so.6")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "variables", "verdict", "words"),
+    [
+        ("", {}, "ok", "1 active"),
+        ("", {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}, "ok", "1 active"),
+        ("", {"NCCL_IB_DISABLE": "1"}, "warn", "NCCL_IB_DISABLE"),
+        ("", {"NCCL_NET": "Socket"}, "warn", "NCCL_NET"),
+        ("", {"NCCL_NET": "AWS Libfabric"}, "skipped", "plugin"),
+        ("down", {}, "warn", "no active port"),
+        ("no device", {}, "warn", "uverbs"),
+        ("no library", {}, "warn", "libibverbs"),
+    ],
+)
+def test_a_fall_back_to_tcp_is_a_warning(with_rdma, monkeypatch, change, variables, verdict, words):
+    if change == "down":
+        (with_rdma / "sys/class/infiniband/mlx5_0/ports/1/state").write_text("1: DOWN")
+    elif change == "no device":
+        (with_rdma / "dev/infiniband/uverbs0").unlink()
+    elif change == "no library":
+        monkeypatch.setattr(host, "IBVERBS", "libibverbs.so.none")
+    row = host.judge_rdma(variables, with_rdma)
+    assert row.verdict == verdict and words in row.value
+    assert ("TCP" in row.value) == bool(row.do) == (verdict == "warn")
+
+
+def test_only_several_nodes_with_gpus_need_rdma(monkeypatch):
+    monkeypatch.setattr(host, "judge_rdma", lambda environment: CheckRow("RDMA", "ok", "seen"))
+    for kind, nodes, judged in (("H200", 2, True), ("H200", 1, False), ("CPU", 2, False)):
+        request = preflight_command.PreflightRequest(kind, 1, (), nodes)
+        assert ("RDMA" in by_check(preflight_command.host_rows("", request, {}))) is judged
+
+
+def test_the_capability_to_lock_memory_is_no_limit(tmp_path, monkeypatch):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
+    for capabilities, limit in (("4000", resource.RLIM_INFINITY), ("3fff", 65536)):
+        text = f"CapPrm:\t4000\nCapEff:\t000000000000{capabilities}\n"
+        (tmp_path / "proc/self/status").write_text(text)
+        assert machine_host.read_host(tmp_path).memlock_bytes == limit
 
 
 def test_memory_is_that_of_the_container_if_less(tmp_path):
