@@ -41,7 +41,7 @@ from launch.processes.supervise import end_with_parent
 from launch.selection.check import Choice
 from launch.selection.choose import choose
 from launch.selection.machine import Machine
-from launch.selection.request import Request
+from launch.selection.request import Request, step_nodes
 
 AUTO = Path("auto")  # value of --continue: find the run
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
@@ -65,6 +65,13 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
     rank = environment.get("NODE_RANK", "")
     variable = "NODE_RANK"
     if not rank and environment.get("SLURM_NODEID"):
+        started = step_nodes(environment)
+        if started not in (0, count):
+            raise ConfigError(
+                f"the job has {plural(started, 'node')}, but the config is for {count}",
+                "each node of the job runs one launcher, and they train together",
+                f"submit it with -N {count}, or choose a config by DGXSYSTEM=<GPU>_{started}x8",
+            )
         rank = environment["SLURM_NODEID"]
         variable = "SLURM_NODEID"
     if not rank and count == 1:

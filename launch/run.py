@@ -71,6 +71,7 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
         job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark
     )
     series_identity["engines"] = by_order.versions
+    series_identity["variables"] = select(Use.PACKAGED, versions["variables"])
     folder = job.log_dir / job.benchmark
 
     try:

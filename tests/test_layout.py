@@ -86,6 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.records",
         "common.self_test",
         "common.sharding",
+        "system_tuning.settings",  # the host's settings, for versions.json
     },
     "common.self_test": {"common.kernels", "common.model", "common.sharding"},
     "common.measure": {

@@ -124,8 +124,9 @@ def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
 def name(request: Request, machine: Machine) -> Named:
     """Name the config file.
 
-    In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs select
-    it. Raises ConfigError for an empty --config, and the errors of `require_gpus`.
+    In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs and the
+    nodes of a Slurm job select it. Raises ConfigError for an empty --config, and the errors of
+    `require_gpus`.
     """
     require_gpus(request, machine)
     folder = _shipped(request)
@@ -142,7 +143,9 @@ def name(request: Request, machine: Machine) -> Named:
     kind = machine.kind
     count = request.gpus or machine.gpus or 1
     reason = f"{count} x {kind.name} found" if kind else "it runs on a CPU"
-    return Named(folder / f"{config_name(kind, count)}.toml", reason)
+    if request.nodes > 1:
+        reason += f" on each of {request.nodes} nodes of the Slurm job"
+    return Named(folder / f"{config_name(kind, count, request.nodes)}.toml", reason)
 
 
 def _shipped(request: Request) -> Path:

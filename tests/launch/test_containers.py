@@ -749,7 +749,7 @@ def slurm(tmp_path, *arguments):
     """run.sub within a job of two nodes, with stand-ins for Slurm's commands."""
     for name, text in {
         "scontrol": "printf 'n07\\nn11\\n'",
-        "srun": 'echo "$MASTER_ADDR $MASTER_PORT $*"; exit 14',
+        "srun": 'echo "$MASTER_ADDR $MASTER_PORT $* NODE_RANK=$NODE_RANK"; exit 14',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -758,6 +758,7 @@ def slurm(tmp_path, *arguments):
         "SLURM_JOB_NODELIST": "n[07,11]",
         "SLURM_SUBMIT_DIR": ROOT,
         "LOGDIR": tmp_path,
+        "NODE_RANK": 0,  # left from a start by hand
     }
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -773,6 +774,7 @@ def test_the_first_host_is_node_0_and_the_exit_code_is_sruns(tmp_path):
     assert done.returncode == 14 and done.stdout.startswith("n07 30190 --ntasks-per-node=1"), (
         done.stderr
     )
+    assert done.stdout.endswith("NODE_RANK=\n"), "else all nodes would be node 0"
 
 
 def test_slurm_needs_a_job(tmp_path):

@@ -202,3 +202,17 @@ def test_a_continued_run_keeps_the_engines_of_its_checkpoint(monkeypatch, tmp_pa
     assert job_from("llama31_8b", given).engines.names["attention"] == "repeated_heads"
     facts.clear()  # as an earlier version wrote them
     assert job_from("llama31_8b", given).engines.names["products"] == "cublaslt"
+
+
+def test_the_runs_of_a_series_have_equal_variables(job, monkeypatch):
+    """Those of the user and of the config, without paths, so that --resume refuses others."""
+    identities = []
+    monkeypatch.setattr(run.series, "run", lambda *arguments: identities.append(arguments[2]))
+    monkeypatch.setattr(run, "ensure_data", lambda job: None)
+    own = {"NCCL_ALGO": "Ring", "TRITON_CACHE_DIR": "/x", "ATTENTION_ENGINE": "sdpa"}
+    config = replace(job.config, env={"NCCL_NVLS_ENABLE": "0"})
+    selection = replace(job.selection, config=config)
+    job = replace(job, environment=own, selection=selection)
+    run.run_all(job, series.SeriesRequest(1, 0, None, False))
+    (identity,) = identities
+    assert identity["variables"] == {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}

@@ -445,6 +445,8 @@ def test_hidden_gpus_make_a_real_run_a_miniature_on_request_only(environment):
 
 # --- what is chosen, and what its log and the first screen say ------------------------------------
 
+STEP = {"MASTER_ADDR": "a", "SLURM_STEP_NUM_NODES": "2"}  # as run.sub starts two nodes
+
 
 @pytest.mark.parametrize(
     ("gpus", "environment", "options", "log_name", "device"),
@@ -462,6 +464,10 @@ def test_hidden_gpus_make_a_real_run_a_miniature_on_request_only(environment):
         (MI300X, {"DGXNGPU": "2"}, {}, "MI300X_1x2+derived.toml", "cuda"),
         (MI300X, {"DGXSYSTEM": "MI300X_4x8"}, {}, "MI300X_4x8+derived.toml", "cuda"),
         (MI300X, {"DGXSYSTEM": "CPU_2x1"}, {}, "CPU_2x1+derived.toml", "cpu"),
+        (MI300X, STEP, {}, "MI300X_2x8+derived.toml", "cuda"),
+        (MI300X, STEP | {"DGXSYSTEM": "MI300X_1x8"}, {}, "MI300X_1x8.toml", "cuda"),
+        (MI300X, STEP | {"MASTER_ADDR": ""}, {}, "MI300X_1x8.toml", "cuda"),
+        (NOTHING, STEP, {}, "CPU_2x1+derived.toml", "cpu"),
         # The RCP checker would take the words of a key in config_filename for events.
         (H200X4, {}, {"set": ["global_batch_size=32"]}, "H200_1x4+modified.toml", "cuda"),
         (
