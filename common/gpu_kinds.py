@@ -38,6 +38,7 @@ class GpuKind:
     # Values of DESCRIPTION_KEYS, most of which no driver reports.
     description: tuple[str, ...] = ()
     board_watts: int = 0  # power limit of the card, from its data sheet; 0: no source was found
+    memory_tb_s: float = 0.0  # peak bandwidth of memory, from the data sheet; 0: unknown
 
     def peak_tflops(self, in_fp8: bool) -> float:
         """Return the dense peak of products in FP8 or, if not `in_fp8`, in bf16."""
@@ -77,6 +78,7 @@ KINDS = {
             arch="gfx942",
             compute_units=304,
             memory_bytes=192 * GIB,
+            memory_tb_s=5.3,
             peak_bf16_tflops=1307.4,
             peak_fp8_tflops=2614.9,
             board_watts=750,
@@ -89,6 +91,7 @@ KINDS = {
             arch="gfx942",
             compute_units=80,
             memory_bytes=192 * GIB,
+            memory_tb_s=5.3,
             peak_bf16_tflops=344.06,
             peak_fp8_tflops=688.13,
             efficiency=0.326,
@@ -100,6 +103,7 @@ KINDS = {
             arch="gfx942",
             compute_units=304,
             memory_bytes=256 * GIB,
+            memory_tb_s=6.0,
             peak_bf16_tflops=1307.4,
             peak_fp8_tflops=2614.9,
             board_watts=1000,
@@ -112,10 +116,11 @@ KINDS = {
             arch="gfx950",
             compute_units=256,
             memory_bytes=288 * GIB,
+            memory_tb_s=8.0,
             peak_bf16_tflops=2306.9,
             peak_fp8_tflops=4613.7,
             board_watts=1000,
-            efficiency=0.376,
+            efficiency=0.377,
             description=("AMD Instinct MI350X", "288 GB", "HBM3e", "2200 MHz", *_MESH),
         ),
         GpuKind(
@@ -124,10 +129,11 @@ KINDS = {
             arch="gfx950",
             compute_units=256,
             memory_bytes=288 * GIB,
+            memory_tb_s=8.0,
             peak_bf16_tflops=2516.6,
             peak_fp8_tflops=5033.2,
             board_watts=1400,
-            efficiency=0.420,
+            efficiency=0.423,
             description=("AMD Instinct MI355X", "288 GB", "HBM3e", "2400 MHz", *_MESH),
         ),
         GpuKind(
@@ -136,10 +142,11 @@ KINDS = {
             arch="sm_90",
             compute_units=132,
             memory_bytes=80 * GIB,
+            memory_tb_s=3.35,
             peak_bf16_tflops=989.4,
             peak_fp8_tflops=1978.9,
             board_watts=700,
-            efficiency=0.566,
+            efficiency=0.570,
             description=("NVIDIA H100 SXM", "80 GB", "HBM3", "1980 MHz", *_NVLINK_4),
         ),
         GpuKind(
@@ -148,10 +155,11 @@ KINDS = {
             arch="sm_90",
             compute_units=132,
             memory_bytes=141 * GIB,
+            memory_tb_s=4.8,
             peak_bf16_tflops=989.4,
             peak_fp8_tflops=1978.9,
             board_watts=700,
-            efficiency=0.566,
+            efficiency=0.570,
             description=("NVIDIA H200 SXM", "141 GB", "HBM3e", "1980 MHz", *_NVLINK_4),
         ),
         GpuKind(
@@ -160,10 +168,11 @@ KINDS = {
             arch="sm_100",
             compute_units=148,
             memory_bytes=180 * GIB,
+            memory_tb_s=8.0,
             peak_bf16_tflops=2250.0,
             peak_fp8_tflops=4500.0,
             board_watts=1000,
-            efficiency=0.422,
+            efficiency=0.431,
             description=("NVIDIA B200 SXM", "180 GB", "HBM3e", "", *_NVLINK_5),
         ),
         GpuKind(
@@ -172,10 +181,11 @@ KINDS = {
             arch="sm_100",
             compute_units=0,
             memory_bytes=185 * GIB,
+            memory_tb_s=8.0,
             peak_bf16_tflops=2500.0,
             peak_fp8_tflops=5000.0,
             board_watts=1200,
-            efficiency=0.391,
+            efficiency=0.399,
             description=("NVIDIA GB200", "185 GB", "HBM3e", "", *_NVLINK_RACK),
         ),
         GpuKind(
@@ -184,9 +194,10 @@ KINDS = {
             arch="sm_103",
             compute_units=0,
             memory_bytes=268 * GIB,
+            memory_tb_s=8.0,
             peak_bf16_tflops=2250.0,
             peak_fp8_tflops=4500.0,
-            efficiency=0.466,
+            efficiency=0.476,
             description=("NVIDIA B300 SXM", "268 GB", "HBM3e", "", *_NVLINK_5),
         ),
         GpuKind(
@@ -195,9 +206,10 @@ KINDS = {
             arch="sm_103",
             compute_units=0,
             memory_bytes=277 * GIB,
+            memory_tb_s=8.0,
             peak_bf16_tflops=2500.0,
             peak_fp8_tflops=5000.0,
-            efficiency=0.466,
+            efficiency=0.476,
             description=("NVIDIA GB300", "277 GB", "HBM3e", "", *_NVLINK_RACK),
         ),
     )
@@ -208,7 +220,7 @@ KINDS = {
 # that is derived from the driver. GH200: the chip of the H100 SXM, with 96 or 144 GB (NVIDIA's data
 # sheet).
 DERIVED_SPEEDS = {
-    "GH200": (989.4, 1978.9, 0.566),
+    "GH200": (989.4, 1978.9, 0.570),
 }
 
 

@@ -25,6 +25,31 @@ LINK_PEAKS = {
 LINK_SHARE = 316.4 / 450.0
 NETWORK_GB_S = 50.0  # per GPU between nodes: one network card of 400 Gbit/s for each GPU, assumed
 BACKWARD_SHARE = 2 / 3  # share of the backward in the time of a forward and backward
+# Architecture -> compute units that RCCL's kernels occupy while they send: its default number of
+# channels (rccl#1596). Elsewhere the efficiencies of the GPU kinds include what NCCL and RCCL take.
+OCCUPIED_UNITS = {"gfx950": 112}
+
+
+def node_seconds(config: RunConfig, work: Workload, kind: GpuKind) -> float:
+    """Return the time of a pre-training pass's reduction, and of a step's gather, in the node.
+
+    Both take equally long.
+    """
+    in_node = LINK_PEAKS[kind.interconnect] * LINK_SHARE * 1e9
+    values = BYTES[config.precision] * work.shape.num_parameters
+    return (1 - 1 / config.gpus_per_node) * values / in_node
+
+
+def occupied_seconds(config: RunConfig, work: Workload, kind: GpuKind) -> float:
+    """Return the time that a step loses because collectives occupy compute units.
+
+    It is the share of occupied units, for as long as a pre-training step's collectives take. With
+    LoRA nothing computes beside them.
+    """
+    if work.lora_rank or kind.arch not in OCCUPIED_UNITS:
+        return 0.0
+    share = OCCUPIED_UNITS[kind.arch] / kind.compute_units
+    return share * (config.gradient_accumulation_steps + 1) * node_seconds(config, work, kind)
 
 
 def exposed_seconds(
@@ -52,9 +77,8 @@ def exposed_seconds(
         reduce_s += 2 * (1 - 1 / nodes) * values / gpus / between
         return reduce_s
     values = BYTES[config.precision] * shape.num_parameters
-    reduce_s = (1 - 1 / gpus) * values / in_node
-    reduce_s += 2 * (1 - 1 / nodes) * values / gpus / between
-    gather_s = (1 - 1 / gpus) * values / in_node
+    gather_s = node_seconds(config, work, kind)
+    reduce_s = gather_s + 2 * (1 - 1 / nodes) * values / gpus / between
     passes = config.gradient_accumulation_steps
     pass_s = compute_s / passes
     # The first reduction starts with the first backward, and the first gather is needed at once.

@@ -1,7 +1,8 @@
 """Time of an optimizer step and of an evaluation, and minutes to the target, without a GPU.
 
-Time is the FLOPs at the GPU's dense peaks, divided by one efficiency per GPU kind. Units are
-seconds unless a name says minutes. Standard library only.
+Time is the FLOPs at the GPU's dense peaks, divided by one efficiency per GPU kind, plus what does
+not shrink with a step's sequences: the optimizer, the cast of the weights, and communication. Units
+are seconds unless a name says minutes. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import RunConfig
-from common.estimate.links import exposed_seconds
-from common.estimate.memory import recomputed_layers
+from common.estimate.links import NETWORK_GB_S, exposed_seconds, occupied_seconds
+from common.estimate.memory import BYTES, recomputed_layers, state_bytes
 from common.estimate.mfu import peak_tflops
 from common.estimate.workload import Workload
 from common.gpu_kinds import GpuKind
 from common.model.shapes import TokenFlops
 
-# Time of a step in bf16 divided by that in FP8: 11,223 and 15,829 tok/s/GPU with the 8B on 2 H200s.
-# Assumed for every model and GPU.
-BF16_OVER_FP8 = 1.41
+# Time of a step's products in bf16 divided by that in FP8. A whole step takes 1.41 times as long:
+# 11,223 and 15,829 tok/s/GPU with the 8B on 2 H200s. Assumed for every model and GPU.
+BF16_OVER_FP8 = 1.42
 # Smallest hidden size of the models that the efficiencies were fitted to: the 8B's. Kernels
 # other than matrix products take a larger share of narrower models. With 2,048, the 1B of
 # pretrain_1b.toml reaches 74 % of the calculated tokens/s on an H100 and 76 to 81 % on an H200.
@@ -26,6 +27,9 @@ FITTED_HIDDEN_SIZE = 4096
 # FLOPs of attention's backward divided by the forward's. Flash attention recomputes the scores
 # (arXiv:2205.14135). MFU counts a ratio of 2.
 ATTENTION_BACKWARD = 2.5
+# Share of the peak bandwidth of memory that a copy reaches: 4.2 of 4.8 TB/s on an H200, and AdamW's
+# kernel nearly as much (common/kernels/adamw.py). Assumed for every kind.
+MEMORY_SHARE = 4.2 / 4.8
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Estimate:
     eval_s: float
     tokens_per_s_per_gpu: float
     minutes: float | None
-    exposed_s: float | None  # part of the step in which only links work; None: not calculated
+    exposed_s: float  # part of the step in which only links work; 0 if their speed is unknown
 
 
 def products_seconds_per_token(
@@ -72,25 +76,45 @@ def products_seconds_per_token(
     return flops.total / peak / 1e12
 
 
+def fixed_seconds(config: RunConfig, work: Workload, kind: GpuKind) -> float:
+    """Return the time of a step's work that does not shrink with its sequences.
+
+    The optimizer updates this GPU's weights. In FP8, all weights of the blocks are then read twice,
+    for their largest values and for the cast. Bytes at the speed of memory.
+    """
+    shape = work.shape
+    weights: float = shape.lora_parameters(work.lora_rank)  # whole on each GPU
+    if not work.lora_rank:
+        weights = shape.num_parameters / config.gpus_per_node
+    # Master weight and moments are read and written, the gradient read, the rounded weight written.
+    moved = weights * (2 * 4 + 2 * 2 * BYTES[config.moment_precision] + 4 + BYTES[config.precision])
+    cast = state_bytes(config, work)["quantized weights"]
+    if cast:
+        matrices = shape.num_layers * shape.matrix_parameters
+        moved += 2 * BYTES[config.precision] * matrices + cast
+    return moved / (MEMORY_SHARE * kind.memory_tb_s * 1e12) if kind.memory_tb_s else 0.0
+
+
 def estimate(
     config: RunConfig,
     work: Workload,
     kind: GpuKind,
     samples: float | None,
-    network_gb_s: float | None = None,
+    network_gb_s: float = NETWORK_GB_S,
 ) -> Estimate:
     """Return the time of steps and evaluations, and the minutes to the target.
 
     `samples`: training sequences to the target, the RCP's mean. `network_gb_s`: per GPU between
-    nodes; None if communication is assumed to be hidden behind computation.
+    nodes.
     """
     slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
     recomputed = recomputed_layers(config, work) / work.shape.num_layers
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
     token_s = products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
-    step_s = step_tokens * slowdown * token_s
-    exposed_s = None
-    if network_gb_s is not None:
+    step_s = step_tokens * slowdown * token_s + fixed_seconds(config, work, kind)
+    exposed_s = 0.0
+    if kind.description:  # names the links
+        step_s += occupied_seconds(config, work, kind)
         exposed_s = exposed_seconds(config, work, kind, step_s, network_gb_s)
         step_s += exposed_s
     per_pass = config.world_size * config.eval_micro_batch_size

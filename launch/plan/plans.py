@@ -53,6 +53,7 @@ ALL = [
     "usable",
     "fits",
     *SPEED,
+    "best published score",
 ]
 LAYOUTS = ["layout", "trained by this package", "needed", "usable", "fits", "largest micro-batch"]
 # A result of MLPerf Training is made of ten runs.
@@ -164,10 +165,7 @@ def cells(plan: Plan) -> dict[str, str]:
         "fits": "yes" if plan.fits else "NO",
         "largest micro-batch": str(largest),
     }
-    for result in published.published(plan.name, config.gpu, config.world_size):
-        if result.score:
-            row["best published score"] = f"{result.score:.2f} (batch {result.batch})"
-            break
+    row["best published score"] = best_score(plan.name, config.gpu, config.world_size)
     speed = plan.estimate
     if speed is None:
         return row
@@ -183,6 +181,14 @@ def cells(plan: Plan) -> dict[str, str]:
         row["ten runs, hours"] = f"{hours:,.1f}"
         row["GPU-hours of ten runs"] = f"{hours * config.world_size:,.0f}"
     return row
+
+
+def best_score(benchmark: str, gpu: str, gpus: int) -> str:
+    """Return the best published score in minutes on these GPUs, with its batch, or "-"."""
+    for result in published.published(benchmark, gpu, gpus):
+        if result.score:
+            return f"{result.score:.2f} (batch {result.batch})"
+    return "-"
 
 
 def plans_table(columns: Sequence[str], plans: Iterable[Plan]) -> str:
@@ -315,10 +321,7 @@ def size_lines(plan: Plan, kind: GpuKind) -> list[str]:
 
 
 def speed_lines(plan: Plan, kind: GpuKind) -> list[str]:
-    """Return the planned tokens/s, and the days and GPU-hours of the run.
-
-    Communication is assumed to be hidden behind computation, as in `estimate`.
-    """
+    """Return the planned tokens/s, and the days and GPU-hours of the run."""
     speed = plan.estimate
     if speed is None:
         return [f"Speed: unknown, because the peak FLOP/s of {kind.name} is unknown."]

@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from common.benchmarks import divisions
 from common.gpu_kinds import KINDS, GpuKind
 from common.html import page as html
 from common.html.page import Curve
+from common.records import published
 from common.text_tables import number
 from launch.plan import scaling
 from launch.plan.plans import table
@@ -25,6 +27,7 @@ HEAD = [
     "step ms",
     "links ms",
     "minutes",
+    "published tok/s/GPU",
     "GPU-hours",
     "kWh",
 ]
@@ -53,13 +56,13 @@ class ScalingTable:
     notes: list[str]  # lines below the table
 
     def rows(self) -> list[list[str]]:
-        return [row(gpus, point, self.head) for gpus, point in self.points.items()]
+        return [row(gpus, point, self.head, self.name) for gpus, point in self.points.items()]
 
     def below(self) -> list[str]:
         """Return the lines below the table: its marks, its assumptions and the notes."""
         lines = [
-            "Calculated, not measured. The costs of a step that do not shrink with its sequences, "
-            "such as the optimizer's, are not counted.",
+            "Calculated, not measured. The optimizer and the cast of the weights take the time of "
+            "their bytes.",
             *self.notes,
         ]
         if any(point and not point.measured for point in self.points.values()):
@@ -96,8 +99,19 @@ class ScalingTable:
         return html.render(title, [("Scaling", blocks)])
 
 
-def row(gpus: int, point: scaling.ScalingPoint | None, head: Sequence[str] = HEAD) -> list[str]:
-    """Return the table row of `point` with the columns `head`."""
+def published_rate(name: str, gpu: str, gpus: int) -> str:
+    """Return the highest published rate of a benchmark on these GPUs, with its batch, or "-"."""
+    results = [each for each in published.published(name, gpu, gpus) if each.samples_per_s]
+    if not results:
+        return "-"
+    best = max(results, key=lambda each: each.samples_per_s or 0)
+    rules = divisions(name)["closed"]
+    rate = (best.samples_per_s or 0) * rules.sequence_length / gpus
+    return f"{rate:,.0f} (batch {best.batch})"
+
+
+def row(gpus: int, point: scaling.ScalingPoint | None, head: Sequence[str], name: str) -> list[str]:
+    """Return the table row of `point` with the columns `head`. `name`: benchmark or model."""
     if point is None:
         cells = {"GPUs": str(gpus), "minutes": "does not fit", "days": "does not fit"}
         return [cells.get(name, "-") for name in head]
@@ -114,8 +128,9 @@ def row(gpus: int, point: scaling.ScalingPoint | None, head: Sequence[str] = HEA
         "sequences to target": f"{point.samples:,.0f}{star}",
         "tok/s/GPU": f"{point.speed.tokens_per_s_per_gpu:,.0f}",
         "step ms": f"{point.speed.step_s * 1e3:,.0f}",
-        "links ms": f"{(point.speed.exposed_s or 0) * 1e3:,.1f}",
+        "links ms": f"{point.speed.exposed_s * 1e3:,.1f}",
         "minutes": f"{point.minutes:,.1f}",
+        "published tok/s/GPU": published_rate(name, config.gpu, gpus),
         "days": number(point.minutes / DAY, ",.3g"),
         "GPU-hours": f"{point.gpu_hours:,.1f}",
         "kWh": energy,

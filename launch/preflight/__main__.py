@@ -401,12 +401,10 @@ def measure(
     try:
         ranks = run_ranks(request, seconds, environment, read, cpus_of_ranks(found, request.count))
     except PreflightError as error:
-        return [], [CheckRow("measuring processes", "refuse", error.what, "torch", error.do)]
+        row = CheckRow("measuring processes", "refuse", error.what, "torch", error.do)
+        return [], [row, *gpus.judge_readings(unread, found.vendor)]
     read()
-    rows = [judge_ranks(ranks, request.count)]
-    if unread:
-        do = "see the kernel log for this address; reset the card or reboot"
-        rows.append(CheckRow("driver readings", "refuse", unread[0], "all cards answer", do))
+    rows = [judge_ranks(ranks, request.count), *gpus.judge_readings(unread, found.vendor)]
     if rows[0].verdict == "refuse":
         rows.append(skipped("speeds", "not every process finished"))
     seen_by_torch = [rank for rank in ranks if rank.memory_bytes]

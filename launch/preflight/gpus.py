@@ -64,6 +64,19 @@ def judge_node(visible: int, usual: int) -> CheckRow:
     )
 
 
+def judge_readings(errors: Sequence[str], vendor: str) -> list[CheckRow]:
+    """Return a row if the driver's readings failed.
+
+    An AMD card that does not answer is broken. An old nvidia-smi may only lack a value.
+    """
+    if not errors:
+        return []
+    do = "see the kernel log for this card; reset it or reboot"
+    refuse = vendor == "amd"
+    expected = "all cards answer"
+    return [graded("driver readings", errors[0], expected, do, refuse=refuse, warn=True)]
+
+
 def _per_gpu(
     check: str,
     expected: str,

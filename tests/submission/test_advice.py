@@ -23,7 +23,7 @@ from submission.run import Run
 pytestmark = pytest.mark.quick
 
 ONE_BILLION = "open_llama/models/llama-1b.json"
-PLANNED = 17_700  # tokens/s/GPU of H200_1x8 by the plan, about
+PLANNED = 17_500  # tokens/s/GPU of H200_1x8 by the plan, about
 
 
 def healthy_gpu(gpu: int, second: int, noise: random.Random) -> dict:
@@ -136,7 +136,7 @@ def test_fragmentation(run):
 def test_steps_slower_than_planned(run):
     run.steps(tokens_per_s_per_gpu=0.8 * PLANNED)
     (said,) = run.symptoms()
-    assert said.startswith("14,160 tokens/s/GPU, 2") and "H200" in said
+    assert said.startswith("14,000 tokens/s/GPU, 2") and "H200" in said
 
 
 @pytest.mark.parametrize(("model", "compared"), [("llama3.1-8b", True), (ONE_BILLION, False)])

@@ -395,7 +395,8 @@ def scaling_check_table() -> str:
 
 def scaling_table(benchmark: str, gpu: str) -> str:
     points = scaling.benchmark_points(benchmark, KINDS[gpu])
-    return markdown(SCALING_HEAD, [scaling_row(gpus, point) for gpus, point in points.items()])
+    rows = [scaling_row(gpus, point, SCALING_HEAD, benchmark) for gpus, point in points.items()]
+    return markdown(SCALING_HEAD, rows)
 
 
 def profilers_table() -> str:

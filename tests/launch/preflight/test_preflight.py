@@ -38,6 +38,7 @@ from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
 from launch.preflight.rank_report import UNITS, RankReport, read_ranks
 from launch.selection.machine import NO_GPUS
 from launch.selection.request import Request
+from launch.torch_build import broken_torch
 
 pytestmark = pytest.mark.quick
 
@@ -344,12 +345,18 @@ def test_cards_that_do_not_answer_refuse_the_machine(monkeypatch):
         raise DriverError("card 0000:18:00.0 does not answer within 5 s")
 
     monkeypatch.setattr(preflight_command, "read_gpus", fail)
-    monkeypatch.setattr(preflight_command, "run_ranks", lambda *_: [])
-    request = preflight_command.PreflightRequest("H200", 1, skipped("config", ""))
-    found = Probe("nvidia", (H200,))
-    rows = preflight_command.measure(request, found, KINDS["H200"], options(), {})[1]
-    row = by_check(rows)["driver readings"]
-    assert row.verdict == "refuse" and "0000:18:00.0" in row.value
+
+    def without_torch(*_):
+        raise broken_torch()
+
+    for run_ranks in (lambda *_: [], without_torch):
+        monkeypatch.setattr(preflight_command, "run_ranks", run_ranks)
+        for vendor, verdict in (("amd", "refuse"), ("nvidia", "warn")):
+            request = preflight_command.PreflightRequest("H200", 1, skipped("config", ""))
+            found = Probe(vendor, (H200,))
+            rows = preflight_command.measure(request, found, KINDS["H200"], options(), {})[1]
+            row = by_check(rows)["driver readings"]
+            assert row.verdict == verdict and "0000:18:00.0" in row.value
 
 
 def gpu_metrics(
