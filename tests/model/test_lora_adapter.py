@@ -344,7 +344,7 @@ FAULTS = [
     ("scale by the root of the rank", _edit_config(use_rslora=True), "use_rslora"),
     ("trained biases", _edit_config(bias="all"), "bias all"),
     ("another method", _edit_config(peft_type="LOHA"), "peft_type LOHA"),
-    ("another rank", _edit_config(r=8), "has rank 8"),
+    ("another rank", _edit_config(r=8), "A or B of rank 8"),
     ("no rank", _edit_config(r=None), "r is None"),
     (
         "broken configuration",
