@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from common.atomic_write import write_whole
-from common.errors import ConfigError, DataError, first_line
+from common.errors import ConfigError, DataError, RunError, first_line
 from common.packages import pip_install
 
 # Folders that are separate packages on Debian, contain tests instead of prose, or are not part of
@@ -197,7 +197,7 @@ def load_tokenizer_json(path: Path) -> Any:
         raise ConfigError(f"{path}: {error}", why, pip_install("tokenizers")) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except (KeyboardInterrupt, SystemExit):
+    except (RunError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the package raises Exception, and a panic is not one
         raise DataError(

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+from signal import SIGTERM
 from unittest import mock
 
 import pytest
@@ -311,6 +312,14 @@ def test_a_merge_removes_what_a_killed_one_left(merged, tmp_path):
     assert execute(merged / "fused", merged / "adapter", tmp_path / "out") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not (tmp_path / "out/half").exists()
+
+
+def test_a_merge_that_is_terminated_ends_with_143_and_leaves_no_files(
+    merged, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(merged_adapter, "write_file", lambda *_: os.kill(os.getpid(), SIGTERM))
+    assert execute(merged / "ordinary", merged / "adapter", tmp_path / "out") == 128 + SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_merge_leaves_no_files(merged, tmp_path, monkeypatch):
