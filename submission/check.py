@@ -111,7 +111,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
             for verdict in (CLEAN, ACCEPTED, NOT_CLEAN)
         )
         print(f"\n{len(logs)} logs: {counts}")
-    for code in (ConfigError.exit_code, CheckFailed.exit_code):
+    for code in (StorageError.exit_code, ConfigError.exit_code, CheckFailed.exit_code):
         if code in codes:
             return code
     return 0

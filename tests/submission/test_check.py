@@ -480,9 +480,12 @@ def test_what_is_not_there_is_a_usage_error(tmp_path, capsys):
 def test_a_disk_error_is_no_usage_error(tmp_path, monkeypatch, capsys):
     path = tmp_path / "result.txt"
     path.write_text("x")
+    healthy = Path.open
 
     def unreadable(self, *arguments, **options):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if self == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return healthy(self, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", unreadable)
     assert check.main([str(path)]) == StorageError.exit_code
