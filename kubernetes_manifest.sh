@@ -14,6 +14,10 @@
 #               the manifest to `persistentVolumeClaim`
 #   GPU_VENDOR  amd or nvidia (default: by the GPU's name in DGXSYSTEM)
 #   JOB_NAME    name of the job (default: llama-training)
+#   RDMA_RESOURCE
+#               for several nodes: name and number of the devices of each pod for RDMA, as the
+#               cluster's device plugin calls them, such as rdma/hca:1 or nvidia.com/hostdev:8.
+#               Without them, NCCL and RCCL fall back to TCP
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     # Print the comment at the top of this file.
@@ -21,8 +25,6 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 fi
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
-# shellcheck source=launch/container_variables.sh
-source "$root/launch/container_variables.sh"
 
 fail() { # what, why, what to do
     printf 'error: %s\n  why: %s\n  do:  %s\n' "$@" >&2
@@ -60,6 +62,10 @@ if [[ $vendor != amd && $vendor != nvidia ]]; then
     fail "unknown GPU_VENDOR: $vendor" 'known are amd and nvidia' 'correct or unset it'
 fi
 name=${JOB_NAME:-llama-training}
+passed=$(python3 -I "$root/common/variables.py" POD) ||
+    fail 'cannot tell which variables the container needs' \
+        'python3 could not run common/variables.py' \
+        'install Python 3.8 or newer, and put it on PATH'
 
 # Print a text as a YAML string, with the escapes of JSON.
 yaml() { # text
@@ -72,10 +78,8 @@ yaml() { # text
 variables() {
     local variable
     local index="metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    for variable in $(compgen -e); do
-        if is_user_variable "$variable" && [[ -n ${!variable:-} ]]; then
-            printf '        - {name: %s, value: %s}\n' "$variable" "$(yaml "${!variable}")"
-        fi
+    for variable in $passed; do
+        printf '        - {name: %s, value: %s}\n' "$variable" "$(yaml "${!variable}")"
     done
     if [[ $nodes -gt 1 ]]; then
         # The first pod of the JobSet: <set>-<job>-<job number>-<pod number>.<set>
@@ -118,12 +122,26 @@ arguments() { # arguments of kubernetes_manifest.sh
     done
 }
 
-# InfiniBand and RoCE cards belong to the host's network.
+# InfiniBand and RoCE cards belong to the host's network. RDMA locks the memory that it registers. A
+# manifest cannot raise memlock. The capability lifts it, but only of root: the kernel takes it from
+# other users when the container starts.
 host_network=false
 dns_policy=ClusterFirst
+limits="\"$vendor.com/gpu\": $gpus"
+security='allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}'
 if [[ $nodes -gt 1 ]]; then
     host_network=true
     dns_policy=ClusterFirstWithHostNet
+    if [[ -z ${RDMA_RESOURCE:-} ]]; then
+        echo 'note: RDMA_RESOURCE is not set: NCCL and RCCL will use TCP between the nodes' >&2
+    elif [[ $RDMA_RESOURCE =~ ^([A-Za-z0-9./_-]+):([1-9][0-9]*)$ ]]; then
+        limits+=", \"${BASH_REMATCH[1]}\": ${BASH_REMATCH[2]}"
+        security='runAsUser: 0, allowPrivilegeEscalation: false,'
+        security+=' capabilities: {drop: [ALL], add: [IPC_LOCK]}'
+    else
+        fail "RDMA_RESOURCE is not NAME:COUNT: '$RDMA_RESOURCE'" \
+            'it names the RDMA devices of a pod' 'set it to a value such as rdma/hca:1'
+    fi
 fi
 
 # Print the `spec` that a Job and a JobSet have in common: one pod for each node.
@@ -147,8 +165,8 @@ spec:
 $(arguments "$@")
         env:
 $(variables)
-        resources: {limits: {"$vendor.com/gpu": $gpus}}
-        securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+        resources: {limits: {$limits}}
+        securityContext: {$security}
         volumeMounts:
         - {name: shm, mountPath: /dev/shm}
 $(mounts)

@@ -4,7 +4,8 @@
 #   ./run_with_docker.sh [--print] BENCHMARK [COMMAND] [OPTIONS]
 #
 # --print before BENCHMARK prints the engine's command and starts nothing. Everything else is passed
-# to ./run_and_time.sh, with the variables that docs/settings.md lists. See docs/clusters.md.
+# to ./run_and_time.sh, with the variables that docs/settings.md lists. See docs/clusters.md. Needs
+# bash and Python 3.8 or newer.
 #
 #   CONT               image (default: llama-training, as built by the Dockerfile; for Apptainer
 #                      llama-training.sif)
@@ -209,25 +210,16 @@ if [[ -n ${MODEL:-} ]]; then
     mount "$MODEL" ro
 fi
 
-# shellcheck source=launch/container_variables.sh
-source "$root/launch/container_variables.sh"
-# Also pass the variables that Kubernetes sets itself, but Docker does not.
-is_passed() { # name
-    case $1 in
-        CONT | CUDA_VISIBLE_DEVICES | HIP_VISIBLE_DEVICES | ROCR_VISIBLE_DEVICES) ;;
-        MASTER_ADDR | MASTER_PORT | NODE_RANK) ;;
-        *) is_user_variable "$1" ;;
-    esac
-}
+passed=$(python3 -I "$root/common/variables.py" CONTAINER) ||
+    fail 'cannot tell which variables the container needs' \
+        'python3 could not run common/variables.py' \
+        'install Python 3.8 or newer, and put it on PATH'
 # Pass them by name only: every user of the host could read a value on the command line.
-for variable in $(compgen -e); do
-    if is_passed "$variable" && [[ -n ${!variable:-} ]]; then
-        if [[ $engine == apptainer ]]; then
-            export "APPTAINERENV_$variable=${!variable}"
-        else
-            export "${variable?}"
-            options+=(--env "$variable")
-        fi
+for variable in $passed; do
+    if [[ $engine == apptainer ]]; then
+        export "APPTAINERENV_$variable=${!variable}"
+    else
+        options+=(--env "$variable")
     fi
 done
 

@@ -26,12 +26,22 @@ from common.config import RunConfig
 from common.errors import ConfigError
 from common.gpu_kinds import KINDS
 from common.machine.hardware import config_names, config_path
-from common.model.shapes import ModelShape
+from common.model.shapes import ModelShape, TokenFlops
 from common.paths import ROOT
 
 OPEN = "open"  # the division of rules that a config sets
 LogValue = int | float | str
 ReferenceRuns = Mapping[int, tuple[tuple[int, int], ...]]
+
+
+@dataclass(frozen=True)
+class Download:
+    """Files that a run reads and that its user must get from their owner."""
+
+    what: str
+    size_bytes: int
+    source: str
+    license: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +74,16 @@ class Rules:
     # missing.
     manifests: tuple[str, ...] = ()
     missing_weights_help: str = ""  # what to do if `weights_folder` has no weights
+    downloads: tuple[Download, ...] = ()
     saves_model: bool = False  # whether `run --save` can write the trained model
     # "full" or "lora": the mode in which `throughput` trains models of any shape by this
     # benchmark's code; "": it does not.
     throughput_mode: str = ""
-    # Runs of the reference, by global batch: (sequences to the target, number of runs); and its
-    # learning rates.
+    # Runs of the reference, by global batch: (sequences to the target, number of runs); learning
+    # rates, and training sequences of the warm-up.
     reference_runs: ReferenceRuns = field(default_factory=dict, hash=False)
     reference_learning_rates: Mapping[int, float] = field(default_factory=dict, hash=False)
+    reference_warmup_samples: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @property
     def data_files(self) -> tuple[str, ...]:
@@ -109,11 +121,9 @@ class Rules:
         return f"target {self.target_loss}" if self.target_loss else "no target"
 
     @property
-    def flops_per_token(self) -> int:
+    def training_flops(self) -> TokenFlops:
         """Training FLOPs per token as MFU counts them (formulas: common/model/shapes.py)."""
-        if self.lora_rank:
-            return self.shape.lora_flops_per_token(self.sequence_length, self.lora_rank)
-        return self.shape.training_flops_per_token(self.sequence_length)
+        return self.shape.training_flops(self.sequence_length, self.lora_rank)
 
     def eval_interval(self, global_batch_size: int) -> int:
         """Return the training sequences between evaluations: a whole number of steps."""

@@ -9,9 +9,11 @@ GPU are in the TOML. Standard library only: the launcher reads the file before i
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -171,6 +173,11 @@ class RunConfig:
         return ""
 
     @property
+    def transposed_layers(self) -> int:
+        """Number of layers whose W^T is stored if `frozen_base` is "replicated"."""
+        return 0
+
+    @property
     def moment_precision(self) -> str:
         """Format of AdamW's two moments: "fp32" or "bf16"."""
         return "fp32"
@@ -213,12 +220,26 @@ class RunConfig:
         """Micro-batches per rank and optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
-    def as_toml(self) -> str:
-        """Return the config as the text of a TOML file."""
-        # Not at the top: the launcher reads configs before any package is installed.
-        import tomli_w
+    def as_toml(self, with_defaults: bool = True) -> str:
+        """Return the config as the text of a TOML file, without default values if asked."""
+        lines = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name != "env" and (with_defaults or value != each.default):
+                lines.append(assignment(each.name, value))
+        if self.env:
+            lines += ["", "[env]", *(assignment(name, text) for name, text in self.env.items())]
+        return "\n".join(lines) + "\n"
 
-        return tomli_w.dumps({key: value for key, value in asdict(self).items() if value != {}})
+
+def assignment(name: str, value: bool | int | float | str) -> str:
+    """Return the line of TOML that sets `name`.
+
+    JSON writes these values and quoted names as TOML does, except for the control character DEL.
+    """
+    texts = [json.dumps(each, ensure_ascii=False) for each in (name, value)]
+    key, text = (each.replace("\x7f", "\\u007f") for each in texts)
+    return f"{name if re.fullmatch(r'[A-Za-z0-9_-]+', name) else key} = {text}"
 
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)

@@ -129,7 +129,7 @@ class OutOfMemory(RunError):
 
 
 class Hang(RunError):
-    """A rank, or a collective, made no progress within the timeout."""
+    """A rank, a collective or the initialization made no progress within its limit."""
 
     kind = "hang"
     exit_code = 13

@@ -39,6 +39,10 @@ class GpuKind:
     description: tuple[str, ...] = ()
     board_watts: int = 0  # power limit of the card, from its data sheet; 0: no source was found
 
+    def peak_tflops(self, in_fp8: bool) -> float:
+        """Return the dense peak of products in FP8 or, if not `in_fp8`, in bf16."""
+        return self.peak_fp8_tflops if in_fp8 else self.peak_bf16_tflops
+
     @property
     def interconnect(self) -> str:
         """Name of the links between the GPUs of a node. The description must not be empty."""

@@ -11,6 +11,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 TIMEOUT_S = 60
 
@@ -33,6 +34,23 @@ def commit_of(root: Path) -> str | None:
         return git(root, "rev-parse", "HEAD").decode().strip()
     except GitError:
         return None
+
+
+def remote_name(root: Path) -> str | None:
+    """Return host/owner/name of the remote `origin` of `root`, or None if it names no host.
+
+    A user and a password in its address are left out.
+    """
+    try:
+        address = git(root, "remote", "get-url", "origin").decode().strip()
+        if "://" not in address:  # user@host:path, or a local path
+            host, colon, path = address.partition(":")
+            address = f"ssh://{host}/{path}" if colon else ""
+        parts = urlsplit(address)
+    except (GitError, ValueError):
+        return None
+    path = parts.path.strip("/").removesuffix(".git")
+    return f"{parts.hostname}/{path}" if parts.hostname and path else None
 
 
 def changes_of(root: Path) -> list[str] | None:

@@ -1,4 +1,6 @@
-"""Markdown tables (tables for a terminal: common/terminal.py). Standard library only.
+"""Markdown tables, and numbers in tables (for a terminal: common/terminal.py).
+
+Standard library only.
 
 `alignment` has one character per column: "<" aligns cells to the left, ">" to the right.
 """
@@ -6,8 +8,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 
 Rows = Sequence[Sequence[str]]
+
+
+def number(value: float | None, form: str) -> str:
+    """Return `value` in the format `form`, "-" for None.
+
+    Unlike `format`, it writes significant digits (",.3g") without an exponent: 1,010 for 1.01e+03.
+    """
+    if value is None:
+        return "-"
+    text = format(value, form)
+    if "e" not in text:
+        return text
+    return format(Decimal(text), ",f" if "," in form else "f")
 
 
 def align(rows: Rows, alignment: str) -> list[list[str]]:

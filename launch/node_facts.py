@@ -7,31 +7,20 @@ only.
 from __future__ import annotations
 
 import platform
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.machine import network
-from common.machine.gpu_stats import DriverError, read_constants, read_text
+from common.machine.gpu_stats import DriverError, read_constants
 from common.machine.hardware import Probe
 from common.paths import ROOT
 from common.training.continuation import base_record, data_record
+from common.variables import Use, select
 from launch import series
 from launch.job import Job
 from launch.run_directory import package_versions
 
-# Variables that change kernels or the transport between GPUs. Those that choose engines are left
-# out, because the chosen engines are compared.
-VARIABLES = re.compile(
-    r"(NCCL|RCCL|GLOO|TORCH_NCCL|TORCH_ROCM|PYTORCH|HSA|AMDGCN|HIPBLASLT)_\w+"
-    r"|GPU_MAX_HW_QUEUES|ZERO_STREAM_PRIORITY"
-)
-# The end of names whose values belong to one node: its interfaces, its files, what it prints.
-OF_ONE_NODE = re.compile(r"_(SOCKET_IFNAME|IB_HCA|HOSTID|DEBUG\w*|\w*FILE(NAME)?|DIR|PATH)$")
-# Parameters of the kernel's command line that affect speed. Others, such as root=, differ between
-# equal machines.
-BOOT_WORDS = re.compile(r"iommu|pci=|numa|hugepage|mitigations|cstate|isolcpus|pstate")
 DIGITS = 12  # of a digest, for display
 
 
@@ -65,8 +54,8 @@ def machine_facts(gpus: Probe, environment: Mapping[str, str]) -> dict[str, str]
         "driver": gpus.driver or "none",
     }
     facts |= {f"package {name}": version for name, version in package_versions(ROOT).items()}
-    facts |= {f"variable {name}": environment[name] for name in compared(environment)}
-    return facts
+    variables = select(Use.COMPARED, environment)
+    return facts | {f"variable {name}": value for name, value in variables.items()}
 
 
 def hardware_facts(gpus: Probe, root: Path = Path("/")) -> dict[str, str]:
@@ -74,12 +63,7 @@ def hardware_facts(gpus: Probe, root: Path = Path("/")) -> dict[str, str]:
 
     `root`: of the file system. If the driver does not describe the GPUs, its message is a fact.
     """
-    boot = [word for word in read_text(root / "proc/cmdline").split() if BOOT_WORDS.search(word)]
-    facts = {
-        "kernel": platform.release(),
-        "kernel command line": " ".join(sorted(boot)),
-        "nvidia_peermem": str((root / "sys/module/nvidia_peermem").exists()),
-    }
+    facts = {"kernel": platform.release()}
     try:
         constants = read_constants(gpus.vendor, [device.address for device in gpus.devices])
         facts |= {f"GPU {name}": value for name, value in constants.items()}
@@ -91,13 +75,6 @@ def hardware_facts(gpus: Probe, root: Path = Path("/")) -> dict[str, str]:
     for name, port in network.rdma_ports(root).items():
         facts[f"RDMA port {name}"] = f"{port['gbit_s']:g} Gb/s {port['link_layer']}"
     return facts
-
-
-def compared(names: Iterable[str]) -> list[str]:
-    """Return the names of variables that must be equal on all nodes, sorted."""
-    return sorted(
-        name for name in names if VARIABLES.fullmatch(name) and not OF_ONE_NODE.search(name)
-    )
 
 
 def _facts_of_files(job: Job) -> dict[str, str]:

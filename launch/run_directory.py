@@ -13,11 +13,11 @@ from pathlib import Path
 
 from common.atomic_write import write_whole
 from common.config import RunConfig
-from common.errors import RESERVE_FILE, StorageError
+from common.errors import RESERVE_FILE, Hang, StorageError
 from common.machine.hardware import Probe
 from common.packages import requirements, version_of
 from common.repository import changes_of, commit_of
-from launch import system_settings
+from system_tuning import settings
 
 RESERVED_BYTES = 2**16
 PATIENCE_S = 60.0  # with a file system whose requests fail, before a file counts as gone
@@ -109,6 +109,36 @@ class DirectoryWatch:
         return None
 
 
+class ClockWatch:
+    """Detector of an initialization that takes longer than the rules allow.
+
+    `limit_s`: from init_start to run_start. The log is read until it has both.
+    """
+
+    def __init__(self, log: Path, limit_s: float, clock: Callable[[], float] = time.monotonic):
+        self.log = log
+        self.limit_s = limit_s
+        self.clock = clock
+        self.began: float | None = None  # when init_start was first seen
+        self.started = False
+
+    def late(self) -> Hang | None:
+        """Return an error if the clock has not started within the limit, else None."""
+        if not self.started:
+            with contextlib.suppress(OSError):
+                text = self.log.read_text(errors="replace")
+                self.started = '"run_start"' in text
+                if self.began is None and '"init_start"' in text:
+                    self.began = self.clock()
+        if self.started or self.began is None or self.clock() - self.began <= self.limit_s:
+            return None
+        return Hang(
+            f"the initialization takes longer than {self.limit_s / 60:g} minutes",
+            "the rules of the closed division limit it, so the run could not be submitted",
+            "see the phases in events.jsonl and the stack of every rank in ranks/rank_*.stack",
+        )
+
+
 def require_writable(folder: Path, setting: str = "LOGDIR") -> None:
     """Create `folder` if it is missing. Raise StorageError if that fails.
 
@@ -137,10 +167,7 @@ def _writing(path: Path, setting: str = "LOGDIR") -> Iterator[None]:
 
 
 def versions(root: Path, gpus: Probe) -> dict:
-    """Return Python, packages, commit, GPUs, driver and system settings, for versions.json.
-
-    Environment variables are left out, since they may hold secrets.
-    """
+    """Return Python, packages, commit, GPUs, driver and system settings, for versions.json."""
     changes = changes_of(root)
     return {
         "python": platform.python_version(),
@@ -150,7 +177,7 @@ def versions(root: Path, gpus: Probe) -> dict:
         "dirty": None if changes is None else bool(changes),
         "gpus": [str(device) for device in gpus.devices],
         "driver": gpus.driver or None,
-        "system_tuning": system_settings.state(),
+        "system_tuning": settings.state(),
     }
 
 

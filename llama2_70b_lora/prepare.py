@@ -24,16 +24,16 @@ from pathlib import Path
 
 from common.command_line import Parser, add_command, program
 from common.data.hub import download
-from common.data.preparation import require_free_space, say
+from common.data.preparation import lack_of_space, say
 from common.errors import RunError
+from common.terminal import data_size
 from llama2_70b_lora.rules import CLOSED, DATA_FILES, MINIATURE, Rules
 
 DATA_REPOSITORY = "regisss/scrolls_gov_report_preprocessed_mlperf_2"
 DATA_REVISION = "21ff1233ee3e87bc780ab719c755170148aba1cb"
 WEIGHTS_REPOSITORY = "regisss/llama2-70b-fused-qkv-mlperf"
 WEIGHTS_REVISION = "647cb0c8858ddefd10231a20ddfa68e4eb5e850e"
-DATA_BYTES = 1_000_000_000  # rounded up: 4,074 rows of 64 KiB are 267 MB as int32
-WEIGHTS_BYTES = 138_000_000_000  # 68,976,648,192 parameters in bf16
+DATA, WEIGHTS = CLOSED.downloads
 
 
 def miniature(data_dir: Path) -> None:
@@ -52,8 +52,7 @@ def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
 
     `download_data`: download the data first.
 
-    The instructions are printed before an error is raised. Raises the errors of `download`, or
-    without a download PreflightError if the disk has too little space.
+    The instructions are printed before an error is raised. Raises the errors of `download`.
     """
     if download_data:
         try:
@@ -63,15 +62,11 @@ def fetch(data_dir: Path, weights: Path, download_data: bool) -> None:
             raise
         _say_how(data_dir, weights, "The weights have not been downloaded")
         return
-    missing = _say_how(data_dir, weights, "Nothing has been downloaded")
-    if "data" in missing:
-        require_free_space(data_dir, DATA_BYTES, "the tokenized GovReport")
-    if "weights" in missing:
-        require_free_space(weights, WEIGHTS_BYTES, "the checkpoint of Llama 2 70B")
+    _say_how(data_dir, weights, "Nothing has been downloaded")
 
 
-def _say_how(data_dir: Path, weights: Path, not_downloaded: str) -> list[str]:
-    """Print how to get the missing parts, and return them: "data", "weights".
+def _say_how(data_dir: Path, weights: Path, not_downloaded: str) -> None:
+    """Print how to get the missing parts.
 
     `not_downloaded`: the beginning of the first sentence.
     """
@@ -84,7 +79,7 @@ def _say_how(data_dir: Path, weights: Path, not_downloaded: str) -> list[str]:
     check = f"{prepare} verify --data-dir {data_dir} --weights {weights}"
     if not missing:
         say(f"Data and weights are present. Check them:\n  {check}")
-        return missing
+        return
     say(
         f"""{not_downloaded}: Meta's weights have a license that you must accept.
 Missing: {" and ".join(missing)}.
@@ -102,7 +97,7 @@ Missing: {" and ".join(missing)}.
      hf download {WEIGHTS_REPOSITORY} \\
        --revision {WEIGHTS_REVISION} \\
        --include "*.safetensors" "*.json" --local-dir {weights}
-   The weights have about {WEIGHTS_BYTES / 1e9:.0f} GB; the .py files of the repository are not
+   The weights have about {data_size(WEIGHTS.size_bytes)}; the .py files of the repository are not
    needed. Ordinary Llama 2 70B weights (safetensors with q_proj, k_proj and v_proj) work too, but
    cannot be submitted.
 3. If {" and ".join(DATA_FILES.values())}
@@ -116,7 +111,10 @@ Missing: {" and ".join(missing)}.
 AMD's packed train.npy and validation.npy have the same sequences. They are pickles, which
 convert-npy reads without executing them. Training reads token ids only, without a tokenizer."""
     )
-    return missing
+    for name, folder, part in (("data", data_dir, DATA), ("weights", weights, WEIGHTS)):
+        lack = lack_of_space(folder, part.size_bytes, part.what)
+        if lack and name in missing:
+            say(f"warning: {lack}")
 
 
 def convert(args: argparse.Namespace, rules: Rules) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import benchmarks
-from common.benchmarks import LogValue
+from common.benchmarks import Download, LogValue
 from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.model import shapes
 
@@ -34,6 +34,7 @@ class Config(RunConfig):
     # Storage of the base: sharded over the node's GPUs, or whole on each GPU, as W or as W and W^T
     # (common/sharding/frozen_base.py).
     frozen_base: str = "sharded"
+    transposed_layers: int = 0  # layers whose W^T is stored too, if "replicated" in FP8
     offload_layers: int = 0  # layers whose SwiGLU input waits for backward in pinned host memory
 
     def __post_init__(self) -> None:
@@ -120,6 +121,21 @@ CLOSED = Rules(
     train_samples=3901,
     eval_samples=173,  # the whole validation set
     eval_interval_samples=384,
+    # 4,074 rows of 64 KiB as int32; 68,976,648,192 parameters in bf16.
+    downloads=(
+        Download(
+            "GovReport, tokenized by the reference",
+            267_000_000,
+            "MLCommons or the Hugging Face Hub",
+            "see its page",
+        ),
+        Download(
+            "Llama 2 70B with fused QKV",
+            138_000_000_000,
+            "MLCommons or the Hugging Face Hub",
+            "Llama 2 Community License",
+        ),
+    ),
     target_loss=0.925,  # mean over sequences of the mean loss over valid tokens
     adam_beta_1=0.9,
     adam_beta_2=0.999,

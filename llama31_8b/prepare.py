@@ -17,8 +17,11 @@ names the kind of failure (docs/troubleshooting.md).
 from __future__ import annotations
 
 import argparse
+import http.client
 import platform
 import sys
+import urllib.error
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +32,13 @@ from common.data.manifest import Manifest, PairFacts
 from common.data.preparation import (
     Recipe,
     build_once,
+    lack_of_space,
     require_data_dir,
-    require_free_space,
     say,
 )
 from common.data.text_inputs import add_text_options
+from common.errors import first_line
+from common.terminal import data_size
 from llama31_8b.rules import CLOSED, MINIATURE
 
 # Raise it when the corpus, the vocabulary or the format changes: existing data is then rebuilt.
@@ -47,18 +52,32 @@ DATA_URI = (
     "https://training.mlcommons-storage.org/metadata/llama-3-1-8b-preprocessed-c4-dataset.uri"
 )
 DOWNLOADER = "https://github.com/mlcommons/r2-downloader"
-DOWNLOAD_BYTES = 80_000_000_000  # approximate, from AMD's v5.1 README
+(DATA,) = CLOSED.downloads
+LOGIN_CODES = (301, 302, 303, 307, 308, 401, 403)  # of a storage behind a login
+# Whether the storage asked for a login (None: it did not answer) -> what that means, what to do.
+ACCESS = {
+    False: ("It needs no login.", "It asks for no login."),
+    True: (
+        "It needs a login in a browser, which this program cannot do for you.",
+        "A browser opens once. Without a browser, ask\n   MLCommons for service credentials "
+        "(option -s).",
+    ),
+    None: (
+        "So it is unknown whether it needs a login.",
+        "If it needs a login, a browser opens once.\n   Without a browser, ask MLCommons for "
+        "service credentials (option -s).",
+    ),
+}
 HOW_TO_FETCH = f"""\
-No token files were downloaded. MLCommons' storage requires a login in a browser, which this program
-cannot do for you.
+No token files were downloaded.
+{{access}}
 Missing in {{data_dir}}: {{missing}}
 
 1. Get MLCommons' downloader, and read it before you run it. It may install cloudflared, and it
    checks MD5 sums.
      git clone {DOWNLOADER}
      less r2-downloader/mlc-r2-downloader.sh
-2. Download about {DOWNLOAD_BYTES / 1e9:.0f} GB. A browser opens once. Without a browser, ask
-   MLCommons for service credentials (option -s).
+2. Download about {data_size(DATA.size_bytes)}. {{login}}
      bash r2-downloader/mlc-r2-downloader.sh -d {{data_dir}} \\
        {DATA_URI}
 3. If this created a folder inside {{data_dir}}, move the four files up to {{data_dir}}.
@@ -108,17 +127,14 @@ def _build_miniature(data_dir: Path) -> dict[str, PairFacts]:
 
 
 def fetch(data_dir: Path, download_tokenizer: bool) -> None:
-    """Print how to get MLCommons' files.
+    """Print how to get MLCommons' files, by what their storage answers.
 
     `download_tokenizer`: download the tokenizer first.
 
-    The instructions are printed before an error is raised. Raises the errors of `download`, or
-    without a download PreflightError if the disk has too little space for the files.
+    The instructions are printed before an error is raised. Raises the errors of `download`.
     """
     if not download_tokenizer:
         _say_how(data_dir)
-        if any(not (data_dir / name).exists() for name in CLOSED.data_files):
-            require_free_space(data_dir, DOWNLOAD_BYTES, "the tokenized C4 of llama31_8b")
         return
     try:
         download(TOKENIZER_REPOSITORY, "main", [TOKENIZER_FILE], data_dir, "model")
@@ -133,7 +149,37 @@ def _say_how(data_dir: Path) -> None:
     if not missing:
         say(f"{data_dir}: all four files are present. Check them:\n  {check} --full")
         return
-    say(HOW_TO_FETCH.format(data_dir=data_dir, missing=missing, check=check))
+    needs_login, answer = asks_for_login(DATA_URI)
+    meaning, login = ACCESS[needs_login]
+    access = f"MLCommons' storage {answer}. {meaning}"
+    texts = {"access": access, "login": login, "missing": missing, "check": check}
+    say(HOW_TO_FETCH.format(data_dir=data_dir, **texts))
+    if lack := lack_of_space(data_dir, DATA.size_bytes, DATA.what):
+        say(f"warning: {lack}")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Make a redirect an HTTPError: the storage redirects to its login."""
+
+    def redirect_request(self, *args: object) -> None:
+        return None
+
+
+def asks_for_login(url: str) -> tuple[bool | None, str]:
+    """Ask by one HEAD request whether `url` needs a login. Return that, and the answer in words.
+
+    None if the answer does not say so, or if there is none.
+    """
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=10):
+            return False, "can be read"
+    except urllib.error.HTTPError as error:
+        if error.code in LOGIN_CODES:
+            return True, f"cannot be read (HTTP {error.code})"
+        return None, f"failed (HTTP {error.code})"
+    except (OSError, http.client.HTTPException) as error:
+        return None, f"did not answer ({getattr(error, 'reason', None) or first_line(error)})"
 
 
 def convert(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from common.benchmarks import Download
 from common.config import RunConfig
 from common.model import shapes
 from common.training.pretraining_rules import PretrainingConfig, PretrainingRules
@@ -29,6 +30,10 @@ CLOSED = Rules(
     eval_interval_samples=12288,
     target_loss=3.3,
     max_steps=1_200_000,
+    # The size is approximate, from AMD's v5.1 README.
+    downloads=(
+        Download("C4, tokenized by MLCommons", 80_000_000_000, "MLCommons' storage", "ODC-BY"),
+    ),
     adam_beta_1=0.9,
     adam_beta_2=0.95,
     adam_epsilon=1e-5,
@@ -38,9 +43,8 @@ CLOSED = Rules(
     gradient_clip_norm=1.0,
     saves_model=True,
     throughput_mode="full",
-    # Both tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama31_8b.json, "Epochs
-    # to converge" (which are samples) and "Hyperparams". The files of 5.1.0 and 6.0.0 are
-    # identical.
+    # All tables: mlperf-logging 4.1.68, rcp_checker/training_6.1.0/rcps_llama31_8b.json, "Epochs to
+    # converge" (which are samples) and "Hyperparams". The files of 5.1.0 and 6.0.0 are identical.
     reference_runs={
         16: ((159744, 17), (172032, 3)),
         32: ((172032, 9), (184320, 10), (196608, 1)),
@@ -58,6 +62,7 @@ CLOSED = Rules(
         ),
     },
     reference_learning_rates={16: 4e-4, 32: 8e-4, 64: 8e-4, 96: 1e-3, 128: 2e-3},
+    reference_warmup_samples={16: 256, 32: 4096, 64: 6144, 96: 16348, 128: 32768},
 )
 
 # The whole path on a CPU in a few minutes: same code, real text, and a target that must be learned.
@@ -76,6 +81,7 @@ MINIATURE = replace(
     manifests=("miniature.json",),
     reference_runs={},
     reference_learning_rates={},
+    reference_warmup_samples={},
 )
 
 DIVISIONS = (CLOSED, MINIATURE)

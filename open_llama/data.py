@@ -21,6 +21,7 @@ from common.data.indexed_dataset_header import index_path, tokens_path, whole_se
 from common.data.shuffled_epochs import shuffled_micro_batches
 from common.errors import DataError
 from common.kernels.cross_entropy import IGNORE_INDEX
+from common.text_tables import number
 from common.training.loop import next_token_pairs
 from open_llama.rules import Config, Rules
 
@@ -170,7 +171,7 @@ def epochs_text(config: Config, index: Index) -> str:
     limit = "up to " if config.target_loss else ""
     lines = [
         f"training text: {index.num_tokens:,} tokens in {index.num_documents:,} documents,"
-        f" {available:,} sequences; the run reads {limit}{epochs:,.3g} epochs"
+        f" {available:,} sequences; the run reads {limit}{number(epochs, ',.3g')} epochs"
     ]
     if epochs > 1:
         lines[0] += ": it repeats the text"

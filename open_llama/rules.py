@@ -82,7 +82,8 @@ class Config(RunConfig):
     recompute_layers: int = 0  # the first n layers recompute their activations in backward
     moment_precision: str = "fp32"  # dtype of AdamW's two moments; "bf16" saves 4 bytes per weight
 
-    # The benchmark that the log names, for an entry in the open division of MLPerf.
+    # The benchmark that the log names, for an entry in the open division of MLPerf. Its tree is
+    # made by hand (docs/submission.md).
     submission_benchmark: str = BENCHMARK
 
     def __post_init__(self) -> None:

@@ -9,16 +9,16 @@ Logs that this project wrote must also follow its conventions (submission/own_lo
 its benchmark. Without --ruleset, the keys and the date of the log decide the ruleset, and a
 miniature is checked by the miniature's rules. With --ruleset, every log is checked by that closed
 ruleset. A folder stands for all result*.txt below it. The files result_*.txt of one folder are a
-result set: the newest round that one of them shows decides the ruleset of all, and they are also
-checked together (submission/result_set.py). Logs that are named one by one are not.
+result set: the newest round that one of them shows decides the ruleset of all, and they get one
+verdict together (submission/result_set.py), which allows one run that did not converge. Logs that
+are named one by one are no set.
 
-Exit code 0 if no log has an error (with --werror: nor a warning), 20 if one has, 2 for wrong usage
-or no readable log, 18 without the official checker. Nothing is written.
+Exit code 0 if no result set and no other log has an error (with --werror: nor a warning), 20 if one
+has, 2 for wrong usage or an unreadable log, 18 without the official checker. Nothing is written.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -27,13 +27,12 @@ from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError, StorageError
 from common.folder_walk import walk
 from submission import official_tools, result_set
-from submission.check_output import as_dict, finding_lines, json_line, lines
+from submission.check_output import json_line, lines, set_lines
 from submission.examined_log import (
     ACCEPTED,
     CLEAN,
     NOT_CLEAN,
     ExaminedLog,
-    errors,
     examine,
     verdict_of,
 )
@@ -99,12 +98,16 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
             codes.append(error.exit_code)
             continue
         print(json_line(examined, werror) if as_json else "\n".join(lines(examined, werror)))
-        codes.append(CheckFailed.exit_code if examined.errors(werror) else 0)
-        verdicts.append(verdict_of(examined.findings, werror))
-        if path.parent in sets:
+        verdict = verdict_of(examined.findings, werror)
+        verdicts.append(verdict)
+        if path.parent in sets and result_set.NAME.fullmatch(path.name):
             sets[path.parent].append(examined)
+        elif verdict == NOT_CLEAN:
+            codes.append(CheckFailed.exit_code)
     for folder, members in sets.items():
-        codes.append(_check_set(folder, members, werror, as_json))
+        print("\n".join(set_lines(folder, members, werror, as_json)))
+        if result_set.verdict(members, werror) == NOT_CLEAN:
+            codes.append(CheckFailed.exit_code)
     if len(logs) > 1 and not as_json:
         counts = ", ".join(
             f"{verdicts.count(verdict)} {verdict.lower()}"
@@ -115,17 +118,6 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
         if code in codes:
             return code
     return 0
-
-
-def _check_set(folder: Path, members: list[ExaminedLog], werror: bool, as_json: bool) -> int:
-    """Print the findings about the logs of `folder` as a result set; return the exit code."""
-    findings = result_set.findings(members)
-    if as_json:
-        report = {"folder": str(folder), "findings": [as_dict(finding) for finding in findings]}
-        print(json.dumps(report))
-    elif findings:
-        print(f"\n{folder}", *finding_lines(folder.name, findings, werror), sep="\n")
-    return CheckFailed.exit_code if errors(findings, werror) else 0
 
 
 def _logs(path: Path) -> list[Path]:

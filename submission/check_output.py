@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
+from common.records.windows import MAY_FAIL
 from common.terminal import plural
+from submission import result_set
 from submission.examined_log import NOT_CLEAN, ExaminedLog, verdict_of
 from submission.findings import ERROR, Finding
 
@@ -36,6 +39,36 @@ def lines(examined: ExaminedLog, werror: bool) -> list[str]:
         f"  {title_line(examined, werror)}",
         *finding_lines(examined.path.name, examined.findings, werror),
         f"  {summary_line(examined, werror)}",
+    ]
+
+
+def set_lines(
+    folder: Path, members: Sequence[ExaminedLog], werror: bool, as_json: bool
+) -> list[str]:
+    """Return the lines to print about the result set in `folder`, or its JSON object."""
+    findings = result_set.findings(members)
+    verdict = result_set.verdict(members, werror)
+    failed = result_set.not_converged(members)
+    if as_json:
+        report = {
+            "folder": str(folder),
+            "verdict": verdict,
+            "not_converged": failed,
+            "findings": [as_dict(finding) for finding in findings],
+        }
+        return [json.dumps(report)]
+    counts = ""
+    if failed:
+        allowed = "which the rules allow" if len(failed) <= MAY_FAIL else f"at most {MAY_FAIL} may"
+        number = "counts" if len(failed) == 1 else "count"
+        counts = (
+            f": {len(failed)} of {len(members)} {number} as not converged, {allowed}"
+            f" ({', '.join(failed)})"
+        )
+    return [
+        f"\n{folder}",
+        *finding_lines(folder.name, findings, werror),
+        f"  result set {verdict}{counts}",
     ]
 
 

@@ -7,7 +7,8 @@ from dataclasses import asdict
 
 from common.records import published
 from common.records.published import Pace, Published
-from submission.output import number, signed, table
+from common.text_tables import number
+from submission.output import signed, table
 from submission.published_results import tokens_per_gpu
 from submission.run import Run
 

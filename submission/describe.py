@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from common.machine import inventory
 from common.machine.hardware import probe
 from submission import official_tools
 from submission.log_rules import converts_to_int
-from submission.official_tools import CLOSED_RULESETS
+from submission.official_tools import BY_HAND, CLOSED_RULESETS
 from submission.options import parse_pairs
 
 POLICY_KEYS = ("system_type", "system_type_detail", "host_network_card_count")
@@ -115,6 +116,11 @@ HINTS = {  # key -> what belongs there, for a warning
 }
 
 
+# Pattern of the name of an organization, system or implementation, which are names of directories.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+NAME_WORDS = "only letters, digits and _ . + - are allowed, and no leading dot"
+
+
 def parser() -> Parser:
     """Return the argument parser of `describe`."""
     parser = Parser(
@@ -169,12 +175,7 @@ def describe(path: Path, machine: dict[str, str], settings: dict[str, str], rule
     a setting is invalid, StorageError if it cannot be written, PreflightError without the official
     checker.
     """
-    if path.suffix != ".json" or " " in path.name or path.name.startswith("."):
-        raise ConfigError(
-            f"--out {path}",
-            "its name is the system ID: *.json, without spaces and without a leading dot",
-            "choose a name such as MI355X_1x8_pytorch.json",
-        )
+    require_file_name("--out", path)
     description = compose(machine, read(path) if path.exists() else {}, settings)
     errors = problems(description)
     for line in errors:
@@ -197,6 +198,19 @@ def describe(path: Path, machine: dict[str, str], settings: dict[str, str], rule
     for complaint in verdict.complaints:
         print(f"  {complaint}", file=sys.stderr)
     return 0 if verdict.passed else CheckFailed.exit_code
+
+
+def require_file_name(option: str, path: Path) -> None:
+    """Raise ConfigError unless the name of the description at `path` has the form that tools need.
+
+    `option`: the option that named it.
+    """
+    if path.suffix != ".json" or not NAME.fullmatch(path.stem):
+        raise ConfigError(
+            f"{option} {path}",
+            f"its name is the system ID and .json; {NAME_WORDS}",
+            "choose a name such as MI355X_1x8_pytorch.json",
+        )
 
 
 def _filled_in(description: dict[str, str]) -> str:
@@ -242,6 +256,9 @@ def problems(description: dict) -> list[str]:
     for key in JOINED_KEYS:
         is_text = isinstance(description.get(key), str)
         require(key, is_text, "is not a string (system_desc_checker crashes)")
+        text = str(description.get(key))
+        is_plain = text.isprintable() and '"' not in text
+        require(key, is_plain, "has a quote or a control character (it heads the result tables)")
     for key in WHOLE_NUMBERS:
         is_whole = converts_to_int(description.get(key))
         require(key, is_whole, "is not an integer (result_summarizer crashes)")
@@ -254,7 +271,8 @@ def problems(description: dict) -> list[str]:
     require(
         "division",
         description.get("division") == "closed",
-        "is not 'closed' (package_checker skips the seed and RCP checks)",
+        "is not 'closed' (package_checker skips the seed and RCP checks); for the open division,"
+        f" see {BY_HAND}",
     )
     return lines
 

@@ -5,8 +5,8 @@ Standard library only, except for mlperf-logging.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import benchmarks
@@ -18,7 +18,14 @@ from submission import compliance_checker, own_log, rounds
 from submission.clock_rules import CLOCK
 from submission.compliance_checker import LogVerdict
 from submission.findings import ERROR, NOTE, Finding, findings_of
-from submission.log_rules import RULES, rules_of
+from submission.log_rules import (
+    DISCLOSURE,
+    DISCLOSURE_KEYS,
+    DISCLOSURE_SOURCE,
+    RULES,
+    rules_of,
+    undisclosed,
+)
 from submission.official_tools import DEADLINES
 
 CLEAN = "CLEAN"
@@ -36,9 +43,10 @@ class ExaminedLog:
     findings: tuple[Finding, ...]  # of the official checker and of our rules, sorted by line
     shown_round: str = ""  # the newest round that the log shows (submission/rounds.py)
     seeds: tuple[Event, ...] = ()  # the records of the key seed
-    # The last values of submission_benchmark and global_batch_size, as the RCP checker reads them.
-    benchmark: object = None
-    batch: object = None
+    # Key -> its last value, which the RCP checker reads.
+    values: Mapping[str, object] = field(default_factory=dict)
+    # Whether the official tools count the run as one that reached the target.
+    converged: bool = False
 
     def errors(self, werror: bool = False) -> list[Finding]:
         """Return the findings that fail the log. See the function of the same name."""
@@ -88,7 +96,7 @@ def examine(
         ours = own_log.is_ours(log)
     shown_round = rounds.round_of(log)
     title, verdict = _official_verdict(log, path, ruleset, [shown_round, *set_rounds])
-    findings = [*verdict.complaints, *_unread_records(log, verdict)]
+    findings = [*verdict.complaints, *_unread_records(log, verdict), *_undisclosed(log, verdict)]
     findings += rule_findings(log, ours, "closed" if ruleset else None, project_root)
     findings.sort(key=lambda finding: finding.line)
     title = f"{log.value('submission_benchmark')}, {title}"
@@ -99,9 +107,15 @@ def examine(
         tuple(findings),
         shown_round,
         seeds=tuple(log.all("seed")),
-        benchmark=log.last("submission_benchmark"),
-        batch=log.last("global_batch_size"),
+        values={key: log.last(key) for key in log.by_key},
+        converged=verdict.passed and _last_status(log) == "success",
     )
+
+
+def _last_status(log: Log) -> object:
+    """Return the status of the last run_stop, or None."""
+    stops = log.all("run_stop")
+    return stops[-1].metadata.get("status") if stops else None
 
 
 def _official_verdict(
@@ -144,6 +158,20 @@ def _unread_records(log: Log, verdict: LogVerdict) -> list[Finding]:
         if bad.line not in named and not bad.reason.startswith(compliance_checker.SKIPPED):
             findings.append(Finding(bad.line, "line_format", bad.reason, "OWN; CC mlp_parser"))
     return findings
+
+
+def _undisclosed(log: Log, verdict: LogVerdict) -> list[Finding]:
+    """Return a note about missing disclosure keys that the ruleset of `verdict` does not require.
+
+    A log without any of them is of an earlier round.
+    """
+    missing = undisclosed(log)
+    required = {complaint.key for complaint in verdict.complaints}
+    if not 0 < len(missing) < len(DISCLOSURE_KEYS) or required & {*missing}:
+        return []
+    message = f"{len(missing)} of the {len(DISCLOSURE_KEYS)} disclosure keys are missing"
+    message += f"; 6.1.0 also requires {', '.join(missing)}"
+    return [Finding(0, DISCLOSURE, message, DISCLOSURE_SOURCE, NOTE)]
 
 
 def rule_findings(

@@ -10,7 +10,8 @@ from statistics import fmean
 
 from common.html.page import finite, points
 from common.records.intervals import samples_of
-from submission import gpu_samples, output
+from common.text_tables import number
+from submission import gpu_samples
 from submission.run import Run
 
 # Key of a record of the speed -> name of its figure.
@@ -144,4 +145,4 @@ def speed(run: Run) -> dict[str, float]:
 
 def shown(figures: dict[str, float | None], name: str) -> str:
     """Return the figure `name` as text in its format, or "-" if it is unknown."""
-    return output.number(figures[name], FORMS[name])
+    return number(figures[name], FORMS[name])

@@ -15,7 +15,7 @@ from common.html import page
 from common.html.page import Block, Curve, finite, points, span
 from common.records import json_lines
 from common.records.tracking import GPU_SAMPLES
-from submission import output
+from common.text_tables import number
 from submission.run import Run
 
 # Key of a sample -> its name and unit on the page.
@@ -150,7 +150,7 @@ def _table(samples: Samples) -> Block:
     for gpu, identity in enumerate(samples.gpus):
         name = f"{gpu}: {identity.get('name') or 'no name'}"
         spans = [span(samples.values(gpu, key)) for key in known]
-        energy = output.number(_kwh(samples, gpu), ".3f")
+        energy = number(_kwh(samples, gpu), ".3f")
         rows.append([name, *spans, energy, _throttle_text(samples.throttled(gpu))])
     heads = ["GPU", *(CURVES[key] for key in known), "kWh", "throttled by"]
     return page.table(heads, rows, (0, len(known) + 2))

@@ -3,7 +3,8 @@
 The files come from the commit that ran, not from the working tree. This excludes caches, results,
 and changes that did not run. In addition to the code, the policy (mlcommons/policies,
 submission_rules.adoc) requires README.md, setup.sh, init_datasets.sh, run_and_time.sh and
-<system>_<implementation>.json in a directory named after the system. Standard library only.
+<system>_<implementation>.json in a directory named after the system, beside the code. So the code
+is shared by the systems of a submission. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import re
 import shlex
 import string
 import tarfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
+from common import engines
 from common.errors import CheckFailed, first_line
-from common.repository import GitError, git
+from common.repository import GitError, git, remote_name
+from common.text_tables import markdown
+from common.variables import Use, packaged, select
 from submission import own_log
 from submission.log_rules import DISCLOSURE_KEYS
 from submission.run import Run
@@ -39,8 +44,9 @@ DOCS = (
 )
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 # Names that begin with a dot are left out as well, because the repo checker refuses them. `write`
-# creates its own README.md.
+# creates the README.md of each system.
 LEFT_OUT = (
+    "AGENTS.md",
     "tests",
     "run_tests.sh",
     "requirements-test.txt",
@@ -60,11 +66,11 @@ OF_OTHER_BENCHMARKS = ("README.md",)
 
 
 def write(folder: Path, root: Path, system: str, run: Run) -> None:
-    """Write the code and the documents of `run` into the new directory `folder`.
+    """Write the code of `run` into the new directory `folder`, its documents into one beside it.
 
-    `root`: git repository of the project. `system`: ID of the system. Raises CheckFailed if the
-    repository does not have the commit of the run, or if that commit contains links or lacks the
-    config that the log names.
+    `root`: git repository of the project. `system`: ID of the system, which names the directory of
+    the documents. Raises CheckFailed if the repository does not have the commit of the run, or if
+    that commit contains links or lacks the config that the log names.
     """
     config = str(run.log.value("config_filename"))
     commit = str(run.versions["commit"])
@@ -81,39 +87,54 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
         "system": system,
         "config": f"configs/{run.benchmark}/{config}",
         "commit": commit,
+        "repository": remote_name(root),
         "python": run.versions.get("python"),
-        "packages": run.versions.get("packages") or {},
+        "packages": run.versions.get("packages", {}),
+        "engines": run.engines,
+        "environment_variables": packaged(run.variables),
+        "system_tuning": run.versions.get("system_tuning", {}),
     }
     for key in KEYS:
         if run.log.value(key) is not None:
             measurements[key] = run.log.value(key)
-    of_system = folder / system
+    of_system = folder.parent / system
     of_system.mkdir()
     # The policy calls this the measurements file of the implementation.
     file = of_system / f"{system}_{folder.name}.json"
     file.write_text(json.dumps(measurements, indent=4) + "\n")
-    _write_readmes(folder, of_system, run, measurements)
-    for name, lines in _scripts(run, config).items():
+    _write_readme(of_system, run, measurements)
+    for name, lines in _scripts(run, config, folder.name).items():
         script = "\n".join(("#!/usr/bin/env bash", "set -euo pipefail", *lines, ""))
         (of_system / name).write_text(script)
         (of_system / name).chmod(0o755)
 
 
-def _write_readmes(folder: Path, of_system: Path, run: Run, measurements: dict) -> None:
-    """Write README.md into both directories. They differ only in their relative paths."""
+def _write_readme(of_system: Path, run: Run, measurements: dict) -> None:
+    """Write README.md into the directory of the system."""
     packages = measurements["packages"].items()
+    repository = measurements["repository"]
+    private = select(Use.PACKAGED, run.variables).keys() - measurements["environment_variables"]
     values = {
         **measurements,
+        "repository": f" of {repository}" if repository else "",
         "packages": "\n".join(f"- {name} {version}" for name, version in packages),
         "hyperparameters": "\n".join(hyperparameters(run)),
+        "engines": _rows("operation", "engine", measurements["engines"]),
+        "variables": _rows("variable", "value", measurements["environment_variables"]),
+        "private": ", ".join(sorted(private)) or "none",
+        "host": _rows("setting", "state", measurements["system_tuning"]),
         "nodes": run.nodes,
         "gpus_per_node": run.gpus_per_node,
         "gpu": run.gpu,
     }
-    template = string.Template(README.read_text())
-    readme = template.substitute(values, up="", here=f"./{of_system.name}")
-    (folder / "README.md").write_text(readme)
-    (of_system / "README.md").write_text(template.substitute(values, up="../", here="."))
+    readme = string.Template(README.read_text()).substitute(values)
+    (of_system / "README.md").write_text(readme)
+
+
+def _rows(name: str, value: str, items: Mapping[str, object]) -> str:
+    """Return a Markdown table of `items`, "none recorded" if there are none."""
+    rows = [[f"`{key}`", f"`{item}`"] for key, item in items.items()]
+    return markdown([name, value], rows).rstrip() if rows else "none recorded"
 
 
 def hyperparameters(run: Run) -> list[str]:
@@ -133,6 +154,19 @@ def hyperparameters(run: Run) -> list[str]:
             origin = "config"
         rows.append(f"| `{key}` | {run.log.value(key)} | {origin} |")
     return rows
+
+
+def engine_names(run: Run) -> dict[str, str]:
+    """Return operation -> name of its engine.
+
+    `run.engines` has SDPA's backend of attention instead of "sdpa", and versions of packages.
+    """
+    names = {}
+    for operation, text in run.engines.items():
+        name, *_ = str(text).split()
+        known = [engine.name for engine in engines.ENGINES[operation]]
+        names[operation] = name if name in known else engines.SDPA
+    return names
 
 
 def without_dead_links(page: Path) -> str:
@@ -198,9 +232,9 @@ def _archive(root: Path, commit: str) -> tarfile.TarFile:
         ) from None
 
 
-def _scripts(run: Run, config: str) -> dict[str, list[str]]:
+def _scripts(run: Run, config: str, implementation: str) -> dict[str, list[str]]:
     """Return file name -> lines of the three scripts that the policy requires."""
-    cd_to_code = 'cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."'
+    cd_to_code = f'cd -- "$(dirname -- "${{BASH_SOURCE[0]}}")/../{implementation}"'
     org = shlex.quote(str(run.log.value("submission_org")))
     platform = shlex.quote(str(run.log.value("submission_platform")))
     status = shlex.quote(str(run.log.value("submission_status")))
@@ -208,6 +242,7 @@ def _scripts(run: Run, config: str) -> dict[str, list[str]]:
         f"export MLPERF_SUBMISSION_ORG={org} MLPERF_SUBMISSION_PLATFORM={platform}"
         f" MLPERF_SUBMISSION_STATUS={status}"
     ]
+    exports = {**packaged(run.variables), **engines.pins(engine_names(run))}
     start = f"exec ./run_and_time.sh {run.benchmark}"
     return {
         "setup.sh": [
@@ -222,6 +257,8 @@ def _scripts(run: Run, config: str) -> dict[str, list[str]]:
         "run_and_time.sh": [
             cd_to_code,
             *identity,
+            "# The variables and the engines of the runs.",
+            *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
             f'export DGXSYSTEM={shlex.quote(config.removesuffix(".toml"))} NEXP="${{NEXP:-10}}"',
             start,
         ],

@@ -22,10 +22,10 @@ from common import benchmarks
 from common.benchmarks import Rules
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
+from common.records.run_record import gpus_of
 from common.training.mllog import RESERVED_SUBSTRINGS
 from submission.findings import (
     NOTE,
-    WARNING,
     WARNING_OF_OTHERS,
     Rule,
     Violations,
@@ -41,16 +41,10 @@ PARALLELISM_KEYS = tuple(
     f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert")
 )
 DISCLOSURE_KEYS = (*PRECISION_KEYS, *PARALLELISM_KEYS, "micro_batch_size", "config_filename")
-# Fixed values that are compared only in our own logs: published logs write them in other forms, or
-# the compliance checker compares them.
-OWN_CONSTANTS = (
-    "submission_division",
-    "max_sequence_length",
-    "opt_name",
-    "opt_adamw_beta_1",
-    "opt_adamw_beta_2",
-    "opt_adamw_epsilon",
-)
+SPLIT_KEYS = PARALLELISM_KEYS[:3]  # they split the GPUs among fewer replicas of the model
+# Distance of two evaluations in intervals. In published logs it is 0.5 to 4. Counts in optimizer
+# steps are at most 1/8, at a global batch of 8.
+PLAUSIBLE_INTERVALS = (0.25, 8)
 
 # Key that marks the invented logs of a rehearsal (submission/rehearsal.py). No submission may
 # contain it.
@@ -172,6 +166,50 @@ def _without_early_evaluation(
     return counts
 
 
+def implausible_count(log: Log, rules: Rules) -> Violations:
+    """Find the first evaluation whose samples_count cannot be a number of training sequences.
+
+    It decreases, or its distance from the evaluation before it is outside PLAUSIBLE_INTERVALS.
+    """
+    batch = log.value("global_batch_size")
+    if not is_positive_int(batch):
+        return
+    interval = rules.eval_interval(batch)
+    low, high = (factor * interval for factor in PLAUSIBLE_INTERVALS)
+    last = max(resumed_at(log), rules.first_evaluation(batch) - interval)
+    counts = _without_early_evaluation(_evaluations(log), batch, rules)
+    for index, (line, samples) in enumerate(counts):
+        distance = samples - last
+        if distance > high or (index and distance < low):
+            message = f"evaluation at {samples}, {distance} after {last}: not a count of sequences"
+            yield line, f"{message} at an interval of {interval}"
+            return
+        last = samples
+
+
+def stop_before_evaluation(log: Log, rules: Rules) -> Violations:
+    """Find a run_stop more than a global batch below the last evaluation, as of one block only."""
+    batch = log.value("global_batch_size")
+    counts = _evaluations(log)
+    stop = log.first("run_stop")
+    if counts and stop and is_number(stop.samples) and is_positive_int(batch):
+        last = counts[-1][1]
+        if stop.samples < last - batch:  # type: ignore[operator]
+            yield stop.line, f"run_stop at {stop.samples}, but the last evaluation is at {last}"
+
+
+def late_benchmark(log: Log, rules: Rules) -> Violations:
+    """Find a submission_benchmark after the first evaluation, at which the RCP checker crashes."""
+    named = log.first("submission_benchmark")
+    evaluated = log.first("eval_accuracy")
+    if named and evaluated and named.line > evaluated.line:
+        yield (
+            named.line,
+            f"submission_benchmark after the first evaluation in line {evaluated.line}:"
+            " the RCP checker crashes",
+        )
+
+
 def wrong_status(log: Log, rules: Rules) -> Violations:
     """Find a run_stop whose status contradicts the evaluations, or is not success or aborted.
 
@@ -209,24 +247,14 @@ def reaches(event: Event, rules: Rules) -> bool:
 
 
 def wrong_constants(log: Log, rules: Rules) -> Violations:
-    """Find values that differ from those that the division fixes, except OWN_CONSTANTS."""
+    """Find values that differ from those that the division fixes. 1 equals 1.0, but not True."""
     for key, wanted in rules.fixed_log_values().items():
-        if key not in OWN_CONSTANTS:
-            yield from values_unlike(log, rules, key, wanted)
-
-
-def values_unlike(log: Log, rules: Rules, key: str, wanted: benchmarks.LogValue) -> Violations:
-    """Find each value of `key` that differs from `wanted`. 1 equals 1.0, but True does not."""
-    for event in log.all(key):
-        value = event.value
-        same = (
-            value == wanted
-            and isinstance(value, str) == isinstance(wanted, str)
-            and not isinstance(value, bool)
-        )
-        if not same:
-            message = f"{key} is {value!r}; the {rules.division} division requires {wanted!r}"
-            yield event.line, message
+        for event in log.all(key):
+            if event.value != wanted or isinstance(event.value, bool):
+                yield (
+                    event.line,
+                    f"{key} is {event.value!r}; the {rules.division} division requires {wanted!r}",
+                )
 
 
 def wrong_end_learning_rate(log: Log, rules: Rules) -> Violations:
@@ -259,40 +287,147 @@ def learning_rate_unlike_reference(log: Log, rules: Rules) -> Violations:
         yield rate.line, message
 
 
+def wrong_batch(log: Log, rules: Rules) -> Violations:
+    """Find a global batch that is not the product of the factors that the log discloses.
+
+    The number of GPUs comes from config.toml or from the system description. Without it, the
+    batch must be a multiple of the other factors.
+    """
+    factors = _factors(log)
+    if factors is None:
+        return
+    batch, steps, size, splits = factors
+    gpus = gpus_of(log.folder)
+    words = f"gradient_accumulation_steps {steps} x micro_batch_size {size}"
+    line = log.all("global_batch_size")[0].line
+    if gpus is None:
+        if batch % (steps * size):
+            yield line, f"global batch {batch} is not a multiple of {words}"
+    elif steps * size * gpus != batch * splits:
+        split = f" / {splits} (tensor x pipeline x context)" if splits > 1 else ""
+        yield line, f"global batch {batch} is not {words} x {gpus} GPUs{split}"
+
+
+def batch_of_one_gpu(log: Log, rules: Rules) -> Violations:
+    """Find factors that are right on one GPU only, if nothing says how many GPUs there were."""
+    factors = _factors(log)
+    if factors is None or rules.division != "closed" or gpus_of(log.folder) is not None:
+        return
+    batch, steps, size, splits = factors
+    if steps * size == batch * splits:
+        yield (
+            log.all("global_batch_size")[0].line,
+            f"gradient_accumulation_steps {steps} x micro_batch_size {size} is the whole global"
+            f" batch of {batch}: was there only one GPU?",
+        )
+
+
+def _factors(log: Log) -> tuple[int, int, int, int] | None:
+    """Return global batch, accumulation steps, micro batch and the product of SPLIT_KEYS.
+
+    None unless all of them are whole numbers from 1. Some submitters log 1.0.
+    """
+    keys = ("global_batch_size", "gradient_accumulation_steps", "micro_batch_size", *SPLIT_KEYS)
+    numbers = []
+    for key in keys:
+        value = log.value(key)
+        if not is_number(value) or value < 1 or value != int(value):
+            return None
+        numbers.append(int(value))
+    batch, steps, size, *splits = numbers
+    return batch, steps, size, math.prod(splits)
+
+
+def is_fraction(value: object) -> bool:
+    """Return whether `value` is a number from 0 to below 1."""
+    return is_number(value) and 0 <= value < 1
+
+
+def wrong_schedule(log: Log, rules: Rules) -> Violations:
+    """Find a warm-up that is not a number of steps, and a schedule that ends before the run."""
+    for event in log.all("opt_learning_rate_warmup_steps"):
+        steps = event.value
+        most = log.value("max_steps")
+        if type(steps) is not int or steps < 0 or (is_number(most) and steps >= most):
+            message = f"{event.key} is {steps!r}, not a number of steps below max_steps {most}"
+            yield event.line, message
+    batch = log.value("global_batch_size")
+    total = log.first("opt_learning_rate_training_steps")
+    counts = _evaluations(log)
+    if total is None or not is_positive_int(batch) or not is_positive_int(total.value):
+        return
+    if counts and counts[-1][1] > total.value * batch:  # type: ignore[operator]
+        message = (
+            f"{total.key} {total.value} at a global batch of {batch}:"
+            f" the schedule ends before the evaluation at {counts[-1][1]}"
+        )
+        yield total.line, message
+
+
 def cache_kept(event: Event, rules: Rules) -> str:
-    """Return a message if `event` says that the cache was not dropped, else "".
+    """Return a message unless `event` says that the cache was dropped, else "".
 
     A miniature may say so, because dropping the cache needs root.
     """
-    if event.value is not False or rules.division != "closed":
+    if str(event.value).lower() in ("true", "1") or rules.division != "closed":
         return ""
-    return "cache_clear is false: allowed only if the system was restarted before the run"
+    return f"cache_clear is {event.value!r}: allowed only if the system was restarted before"
 
 
-def partly_disclosed(log: Log, rules: Rules) -> Violations:
-    """Find a log with some but not all of DISCLOSURE_KEYS, and keys that look misspelled."""
-    missing = [key for key in DISCLOSURE_KEYS if not log.all(key)]
-    others = [key for key in log.by_key if key not in DISCLOSURE_KEYS]
-    for key in missing:
-        for similar in difflib.get_close_matches(key, others, n=1, cutoff=0.8):
-            line = log.all(similar)[0].line
-            yield line, f"{similar} is not a key of 6.1.0; did you mean {key}, which is missing?"
-    if 0 < len(missing) < len(DISCLOSURE_KEYS):
-        message = f"{len(missing)} of the {len(DISCLOSURE_KEYS)} disclosure keys are missing"
-        yield 0, f"{message}; 6.1.0 also requires {', '.join(missing)}"
+def misnamed_disclosure(log: Log, rules: Rules) -> Violations:
+    """Find keys that resemble a missing one of DISCLOSURE_KEYS, the nearest."""
+    missing = undisclosed(log)
+    for key, events in log.by_key.items():
+        if key in DISCLOSURE_KEYS:
+            continue
+        for nearest in difflib.get_close_matches(key, missing, n=1, cutoff=0.8):
+            message = f"{key} is not a key of 6.1.0; did you mean {nearest}, which is missing?"
+            yield events[0].line, message
+
+
+def undisclosed(log: Log) -> list[str]:
+    """Return the DISCLOSURE_KEYS that `log` does not have."""
+    return [key for key in DISCLOSURE_KEYS if not log.all(key)]
 
 
 # Seeds, and lines that the official tools misread.
+
+
+def seed_identity(event: Event) -> tuple | None:
+    """Return a seed's file, line and number as the seed checker compares them, or None.
+
+    None stands for a seed that the checker cannot read. It compares int(seed): 5 equals 5.9.
+    """
+    metadata = event.metadata
+    try:
+        identity = (metadata["file"], metadata["lineno"], int(event.value))  # type: ignore[call-overload]
+        hash(identity)  # a list cannot be compared
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return identity
 
 
 def no_seed(log: Log, rules: Rules) -> Violations:
     """Find a missing seed, and seeds that the official seed checker cannot read."""
     if rules.division == "closed" and not log.all("seed"):
         yield 0, "seed is missing"
-    yield from wrong_values(converts_to_int, "an integer", "seed")(log, rules)
     for event in log.all("seed"):
-        if "file" not in event.metadata or "lineno" not in event.metadata:
-            yield event.line, "seed without file and lineno in its metadata"
+        if seed_identity(event) is None:
+            yield (
+                event.line,
+                f"seed is {event.value!r} at {event.metadata.get('file')!r}, line"
+                f" {event.metadata.get('lineno')!r}; it must be an integer with file and lineno",
+            )
+
+
+def repeated_seed(log: Log, rules: Rules) -> Violations:
+    """Find a seed that the same line of code logged before, as when each rank logs it."""
+    first: dict[tuple, Event] = {}
+    for event in log.all("seed"):
+        identity = seed_identity(event)
+        if identity and first.setdefault(identity, event) is not event:
+            line = first[identity].line
+            yield event.line, f"seed {event.value!r} again, from the same code as in line {line}"
 
 
 def many_seeds(log: Log, rules: Rules) -> Violations:
@@ -362,6 +497,8 @@ def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
+DISCLOSURE = "disclosure"
+DISCLOSURE_SOURCE = "CC training_6.1.0/common.yaml"
 HYPERPARAMETERS = "TR Hyperparameters (no tool tests it)"
 RULES = (
     Rule(
@@ -376,6 +513,18 @@ RULES = (
         "TR RCP Rules: training samples until convergence",
         WARNING_OF_OTHERS,
     ),
+    Rule(
+        "samples_count",
+        implausible_count,
+        "TR RCP Rules: training samples until convergence; no published log has it",
+    ),
+    Rule(
+        "samples_count",
+        stop_before_evaluation,
+        "TR RCP Rules (the tools read the last evaluation)",
+        WARNING_OF_OTHERS,
+    ),
+    Rule("order", late_benchmark, "RCP rcp_checker.py"),
     Rule("count", on_records(uncounted, "eval_accuracy"), "CC closed_*.yaml; RCP rcp_checker.py"),
     Rule(
         "eval_value",
@@ -418,14 +567,37 @@ RULES = (
         ),
         "RCP rcp_checker.py",
     ),
+    Rule("batch", wrong_batch, "TR mandatory disclosure (6.1)", WARNING_OF_OTHERS),
+    Rule("batch", batch_of_one_gpu, "TR mandatory disclosure (6.1)", NOTE),
+    Rule(
+        "schedule",
+        wrong_values(is_positive, "a positive number", "opt_base_learning_rate"),
+        HYPERPARAMETERS,
+    ),
+    Rule(
+        "schedule",
+        wrong_values(is_positive_int, "a positive integer", "opt_learning_rate_training_steps"),
+        HYPERPARAMETERS,
+    ),
+    Rule(
+        "schedule",
+        wrong_values(
+            is_fraction,
+            "a fraction of the steps, from 0 to below 1",
+            "opt_learning_rate_warmup_factor",
+        ),
+        HYPERPARAMETERS,
+    ),
+    Rule("schedule", wrong_schedule, HYPERPARAMETERS),
     Rule(
         "cache_clear",
         on_records(cache_kept, "cache_clear"),
         "TR Data State: unless the system was restarted",
         WARNING_OF_OTHERS,
     ),
-    Rule("disclosure", partly_disclosed, "CC training_6.1.0/common.yaml", WARNING),
+    Rule(DISCLOSURE, misnamed_disclosure, DISCLOSURE_SOURCE, NOTE),
     Rule("seed", no_seed, "SEED; TR Random numbers"),
+    Rule("seed", repeated_seed, "SEED", one_cause=True),
     Rule(
         "odd_seed",
         wrong_values(_is_plain_seed, "an integer of 32 bits", "seed"),

@@ -37,7 +37,12 @@ DEADLINES = {
 RULESETS = tuple(DEADLINES)
 CLOSED_RULESETS = RULESETS[3:]  # the rulesets that contain both benchmarks
 OLDEST_CHECKER = (4, 1, 68)  # 4.1.59 does not yet require the nine disclosure keys of 6.1.0
+BYPASS_FILE = "package_checker_params"
+RCP_BYPASS = "rcp-bypass"
+SEED_BYPASS = "seed-checker-bypass"
 INSTALL = pip_install(f"mlperf-logging=={'.'.join(map(str, OLDEST_CHECKER))}")
+# Where a user reads how to make what `package` does not: open division, two systems, power.
+BY_HAND = '"By hand" in docs/submission.md'
 
 BAD_LINE = re.compile(
     r"\bERROR\b|Traceback|^\w*(Error|Exception)\b|Skipping benchmark|CHECKS FAILED|FOUND ERRORS"
@@ -61,6 +66,19 @@ def checker_version() -> str:
             INSTALL,
         )
     return version
+
+
+def bypasses(folder: Path) -> set[str]:
+    """Return the checks that the package checker leaves out for the result set in `folder`.
+
+    The files BYPASS_FILE of the set and of its system name them. The checker compares whole lines,
+    so a line that ends with a newline has no effect.
+    """
+    lines: set[str] = set()
+    for place in (folder, folder.parent):
+        if (path := place / BYPASS_FILE).is_file():
+            lines |= {*path.read_text(errors="replace").splitlines(keepends=True)}
+    return lines & {RCP_BYPASS, SEED_BYPASS}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Output that several commands share: tables and numbers."""
+"""Tables and signed numbers that several commands print."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table, indented. The first and the last column are left-aligned."""
     alignment = "<" + ">" * (len(rows[0]) - 2) + "<"
     return ["  " + line for line in terminal.table(rows, alignment, indent=2)]
-
-
-def number(value: float | None, form: str) -> str:
-    """Return `value` in the format `form`, or "-" for None."""
-    return "-" if value is None else format(value, form)
 
 
 def signed(minutes: float) -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 from common import benchmarks
 from common.benchmarks import OPEN, Rules
 from common.records import json_lines
-from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.records.run_record import EVENTS
 from common.training.log_keys import STATUS_WORDS
@@ -35,13 +34,7 @@ from submission.findings import (
     on_records,
     wrong_values,
 )
-from submission.log_rules import (
-    OWN_CONSTANTS,
-    is_positive,
-    is_positive_int,
-    resumed_at,
-    values_unlike,
-)
+from submission.log_rules import is_positive_int, resumed_at
 
 # For example MI355X_1x8.toml. launch/selection/check.py adds one of CHANGED to the name if needed.
 CONFIG_NAME = re.compile(r"\w+_\d+x\d+(\+[a-z]+)*\.toml")
@@ -273,31 +266,6 @@ def own_rules(project_root: Path | None) -> tuple[Rule, ...]:
     return (*OWN_RULES, Rule("config_filename", wrong_config, "OWN; TR mandatory disclosure (6.1)"))
 
 
-def wrong_batch(log: Log, rules: Rules) -> Violations:
-    """Find a global batch that is not a multiple of accumulation steps x micro batch size."""
-    batch = log.value("global_batch_size")
-    steps = log.value("gradient_accumulation_steps")
-    size = log.value("micro_batch_size")
-    if all(map(is_positive_int, (batch, steps, size))) and batch % (steps * size):
-        message = (
-            f"global batch {batch} is not a multiple of"
-            f" gradient_accumulation_steps {steps} x micro_batch_size {size}"
-        )
-        yield log.all("global_batch_size")[0].line, message
-
-
-def is_fraction(value: object) -> bool:
-    return is_number(value) and 0 <= value < 1
-
-
-def wrong_own_constants(log: Log, rules: Rules) -> Violations:
-    """Find values of OWN_CONSTANTS that differ from those that the division fixes."""
-    fixed = rules.fixed_log_values()
-    for key in OWN_CONSTANTS:
-        yield from values_unlike(log, rules, key, fixed[key])
-
-
-TR_HYPERPARAMETERS = "OWN; TR Hyperparameters"
 OWN_RULES = (
     Rule("once", not_once, "OWN; CC common.yaml"),
     Rule(
@@ -347,25 +315,4 @@ OWN_RULES = (
         ),
         "OWN",
     ),
-    Rule("batch", wrong_batch, "OWN; CC closed_common.yaml"),
-    Rule(
-        "schedule",
-        wrong_values(is_positive, "a positive number", "opt_base_learning_rate"),
-        TR_HYPERPARAMETERS,
-    ),
-    Rule(
-        "schedule",
-        wrong_values(is_positive_int, "a positive integer", "opt_learning_rate_training_steps"),
-        TR_HYPERPARAMETERS,
-    ),
-    Rule(
-        "schedule",
-        wrong_values(
-            is_fraction,
-            "a fraction of the steps, from 0 to below 1",
-            "opt_learning_rate_warmup_factor",
-        ),
-        TR_HYPERPARAMETERS,
-    ),
-    Rule("constant", wrong_own_constants, TR_HYPERPARAMETERS),
 )

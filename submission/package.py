@@ -9,7 +9,9 @@ Files written, below the directory of --out:
 
     ORG/systems/                                 the system description
     ORG/results/<system>/<benchmark>/            result_0.txt to result_9.txt
-    ORG/benchmarks/<benchmark>/implementations/  the code of the commit that ran, from git
+    ORG/benchmarks/<benchmark>/implementations/  the code of the commit that ran, from git, and
+                                                 a directory of documents and scripts, named after
+                                                 the system
     <tool>_<ruleset>.txt                         output of each official tool: package checker,
                                                  summarizer, repo checker
     verdict_<ruleset>.json                       their verdicts
@@ -34,7 +36,7 @@ from common import benchmarks
 from common.command_line import Parser, program
 from common.errors import CheckFailed, StorageError
 from common.paths import ROOT
-from common.repository import commit_of, refusal_reasons
+from common.repository import commit_of, refusal_reasons, remote_name
 from common.terminal import plural
 from submission import describe, implementation, official_tools, rehearsal
 from submission.forbidden_files import forbidden_files
@@ -211,6 +213,8 @@ def package(request: PackageRequest) -> int:
     description = describe.read(request.system)
     check_description(request, description)
     submitted = {name: runs_to_submit(request, name, description) for name in request.sources}
+    if remote_name(request.root) is None:
+        print("note: README names no repository beside the commit: git has no remote `origin`")
     try:
         request.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -282,7 +286,7 @@ def judge(request: PackageRequest, missed: int = 0) -> int:
             print(f"  {name}: {minutes:.3f} minutes")
     for (system, benchmark), complaint in packaged.verdicts.items():
         if "RCP" in complaint:
-            _explain_rcp_bypass(benchmark, org_dir / "results" / system / benchmark)
+            _explain_rcp_failure(benchmark, complaint, org_dir / "results" / system / benchmark)
     passed = all(verdict.passed for verdict in verdicts)
     scores = {name: minutes for (_, name), minutes in summarized.scores.items()}
     report = {
@@ -300,14 +304,24 @@ def judge(request: PackageRequest, missed: int = 0) -> int:
     return 0 if passed else CheckFailed.exit_code
 
 
-def _explain_rcp_bypass(benchmark: str, results: Path) -> None:
-    """Print how to upload a result that fails the RCP test. `results`: directory of its logs."""
-    print(
-        f"{benchmark}: to upload a result that fails the RCP test, you need a reason that the"
-        " results chair accepts"
-    )
-    file = results / "package_checker_params"
-    print(f"  and a file without a newline:  printf rcp-bypass > {file}")
+def _explain_rcp_failure(benchmark: str, complaint: str, results: Path) -> None:
+    """Print what the rules of v6.1 ask for after the RCP test failed, and how to upload the result.
+
+    `complaint`: the package checker's. `results`: directory of the logs. Sources:
+    mlcommons/training_policies#589, and training_rules.adoc, "Handling RCP Failures".
+    """
+    print(f"{benchmark}: rejected by default; the rules of v6.1 ask for")
+    if "Missing RCP" in complaint:
+        print(
+            "  20 runs of the reference with this global batch, in its precision, with their logs,"
+        )
+        print("  in a pull request to mlcommons/logging 7 days before the deadline")
+    else:
+        print("  a notice to the working group and the results chair before the deadline, and with")
+        print("  the submission the evidence: the cause, shown by A/B experiments; the training")
+        print("  loss beside the reference's; the number of trained parameters of both")
+    file = results / official_tools.BYPASS_FILE
+    print(f"  to upload it, a file without a newline:  printf {official_tools.RCP_BYPASS} > {file}")
 
 
 main = program(parser, _package)

@@ -11,21 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.benchmarks import OPEN
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
 from common.records import ledger
 from common.records.run_record import INTERVALS
 from common.terminal import plural
 from common.training.mllog import EMULATED_KEY
+from common.variables import Use, select
 from submission import describe, official_tools, rehearsal
 from submission.examined_log import ExaminedLog, examine
 from submission.findings import Finding
 from submission.log_rules import REHEARSAL_KEY
+from submission.official_tools import BY_HAND
 from submission.run import LOST, Run
-from submission.series import Series, TenRuns, read_series, ten_runs, windows
+from submission.series import Series, TenRuns, read_series, ten_runs
 
-# Pattern of the name of an organization, system or implementation, which are names of directories.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 PLACEHOLDERS = (  # names that stand in for an organization's
     "unnamed",
     "org",
@@ -40,9 +41,18 @@ PLACEHOLDERS = (  # names that stand in for an organization's
     "organization",
 )
 COMMIT = re.compile("[0-9a-f]{40}")
-# Keys of versions.json that must be equal for all runs of a result. A series pins its engines, so a
-# run with other engines was not made by that series.
-SAME = ("commit", "python", "packages", "engines", "gpus", "driver")
+# Facts that must be equal for all runs of a result. A series pins its engines, so a run with other
+# engines was not made by that series.
+SAME = (
+    "commit",
+    "python",
+    "packages",
+    "gpus",
+    "driver",
+    "engines",
+    "variables",
+    "system_tuning",
+)
 # Keys that the official checker requires and that are logged after run_start. It accepts keys of
 # epochs in place of keys of blocks, and may name either.
 AFTER_RUN_START = frozenset(
@@ -73,16 +83,12 @@ def require(condition: bool, what: str, why: str, do: str) -> None:
 
 def check_names(request: PackageRequest) -> None:
     """Raise ConfigError if a name cannot be submitted, or if `request.out` exists."""
-    names = {
-        "--org": request.org,
-        "--system": request.system.stem,
-        "--implementation": request.implementation,
-    }
-    for option, name in names.items():
-        if not NAME.fullmatch(name):
+    describe.require_file_name("--system", request.system)
+    for option, name in (("--org", request.org), ("--implementation", request.implementation)):
+        if not describe.NAME.fullmatch(name):
             raise ConfigError(
                 f"{option}: {name!r} cannot be the name of a directory in a submission",
-                "only letters, digits and _ . + - are allowed, and no leading dot",
+                describe.NAME_WORDS,
                 "choose another name",
             )
     if request.org.lower() in PLACEHOLDERS or "placeholder" in request.org.lower():
@@ -97,11 +103,17 @@ def check_names(request: PackageRequest) -> None:
             "this name marks a rehearsal, which cannot be submitted",
             "give the name of your organization, and package series of real runs",
         )
+    if request.implementation == request.system.stem:
+        raise ConfigError(
+            f"--implementation {request.implementation} is also the name of --system",
+            "both are names of directories in implementations/",
+            "choose another --implementation",
+        )
     if request.out.exists() or request.out.is_symlink():
         raise ConfigError(
             f"--out {request.out} exists",
             "nothing is overwritten",
-            "choose another name, or remove it",
+            f"choose another name, or remove it; to add a system, see {BY_HAND}",
         )
 
 
@@ -156,7 +168,7 @@ def runs_to_submit(request: PackageRequest, benchmark: str, description: dict) -
 
 def _print_choice(benchmark: str, series: Series, ten: TenRuns) -> None:
     """Print the attempts of `series`, with a * before the ten that are submitted."""
-    count = sum(not window.invalid for window in windows(series))
+    count = sum(not window.invalid for window in series.windows)
     print(
         f"{benchmark}: {series.name}, {plural(len(series.runs), 'attempt')},"
         f" {plural(count, 'valid window')} of ten"
@@ -200,8 +212,15 @@ def _require_benchmark_run(request: PackageRequest, run: Run, benchmark: str) ->
         f"--benchmark says that it is a log of {benchmark}",
         "correct --benchmark",
     )
+    division = run.log.value("submission_division")
     require(
-        run.log.value("submission_division") != "miniature",
+        division != OPEN,
+        f"{run.folder} ran in the open division",
+        "only results of the closed division are packaged",
+        f"make the tree by hand: {BY_HAND}",
+    )
+    require(
+        division != "miniature",
         f"{run.folder} is a miniature",
         "a miniature has its own target and is not a benchmark result",
         "run the benchmark, or try the packaging with --rehearse",
@@ -280,13 +299,16 @@ def _check_same(first: Run, run: Run) -> None:
         "commit, and run the series from a clean tree",
     )
     attempts = f"attempts {first.number} and {run.number}"
+    facts = _facts(run)
+    others = _facts(first)
     for key in SAME:
-        value = run.versions.get(key)
-        other = first.versions.get(key)
+        value = facts.get(key)
+        other = others.get(key)
         require(
             value == other,
-            f"{attempts} ran with different {key}: {other} and {value}",
-            "the ten runs must have the same system and the same code",
+            f"{attempts} ran with different {key}: {_without(other, value)} and"
+            f" {_without(value, other)}",
+            f"the ten runs must have the same system and the same code ({run.folder})",
             "run a series without changing anything",
         )
     require(
@@ -295,6 +317,19 @@ def _check_same(first: Run, run: Run) -> None:
         f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}",
         "run a series with one config",
     )
+
+
+def _facts(run: Run) -> dict:
+    """Return versions.json, with the engines of the self-test, and without variables of a host."""
+    variables = select(Use.PACKAGED, run.variables)
+    return run.versions | {"engines": run.engines, "variables": variables}
+
+
+def _without(value: object, other: object) -> object:
+    """Return `value`, or only the items that `other` has not, if both are dictionaries."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {key: item for key, item in value.items() if (key, item) not in other.items()}
+    return value
 
 
 def _check_identity(request: PackageRequest, run: Run, description: dict) -> None:

@@ -11,7 +11,8 @@ from common.command_line import meant
 from common.errors import ConfigError
 from common.records import published
 from common.records.published import Published
-from submission.output import number, table
+from common.text_tables import number
+from submission.output import table
 from submission.series import LocalResult, check_same, read_series, result, ten_runs
 
 ROUND = re.compile(r"v?\d\.\d")  # a round of MLPerf Training, such as 5.1

@@ -43,11 +43,12 @@ class RcpVerdict:
     factor: float  # multiplies the score; at least 1, and meaningless if the test failed
 
 
-def judge(logs: Sequence[Path | None], ruleset: str) -> RcpVerdict:
+def judge(logs: Sequence[Path | None], ruleset: str, bypass: bool = False) -> RcpVerdict:
     """Return the verdict on the logs of at least three runs.
 
     None stands for a run that left no log. It counts as infinitely slow, like a log without
-    run_stop. Raises PreflightError without mlperf-logging.
+    run_stop. `bypass`: whether the result passes if it fails the test. Its factor is 1 then. Raises
+    PreflightError without mlperf-logging.
     """
     checker = _rcp_checker()
     whole = next((path for path in logs if path is not None), None)
@@ -62,8 +63,17 @@ def judge(logs: Sequence[Path | None], ruleset: str) -> RcpVerdict:
             # set_scaling makes the checker write scaling.json into the folder. Otherwise it would
             # remove /scaling.json.
             passed, message, factor = checker.check_directory(
-                folder, "training", ruleset, False, False, rcp_pass=POINTS, set_scaling=True
+                folder,
+                "training",
+                ruleset,
+                verbose=False,
+                bert_train_samples=False,
+                rcp_pass=POINTS,
+                rcp_bypass=bypass,
+                set_scaling=True,
             )
+            if message.endswith("rcp_bypass"):
+                factor = 1.0
         except Exception as error:  # any exception means that there is no verdict
             reason = f"{type(error).__name__}: {error}"
             return RcpVerdict(False, f"the official RCP checker crashed: {reason}", 1.0)

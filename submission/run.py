@@ -74,6 +74,8 @@ class Run(RunRecord):
         The log decides, because the ledger has no end of a run whose launcher was killed.
         """
         if not self.clock_started:
+            if self.was_chosen:
+                return FAILED
             lost_in_ledger = not self.end or self.end.get("kind") == run_states.LOST
             if self.start and lost_in_ledger and not self.log.events:
                 return LOST  # nothing says that its clock never started

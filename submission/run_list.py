@@ -34,7 +34,7 @@ from common.records import ledger
 from common.records.json_lines import is_number
 from common.records.run_states import GOOD
 from common.terminal import duration, plural, table
-from submission.output import number
+from common.text_tables import number
 from submission.run import Run
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table

@@ -28,7 +28,7 @@ from common.gpu_kinds import KINDS
 from common.records import published
 from common.records.published import Published
 from submission.comparison import comparison, comparison_as_dict
-from submission.official_tools import RULESETS
+from submission.official_tools import BY_HAND, RULESETS
 from submission.options import add_series_option
 from submission.published_results import best_published, find, listed, listing, matching
 from submission.score_output import as_dict, report
@@ -144,7 +144,8 @@ def _score_series(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"{series.name} is a series in the open division",
             "a score needs reference convergence points, and there are none for its rules",
-            "see its results with ./run_and_time.sh report, or runs",
+            "see its results with ./run_and_time.sh report or runs; MLCommons' summarizer computes"
+            f" the score of an open entry: {BY_HAND}",
         )
     check_same(series)
     ten = ten_runs(series)

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from common.command_line import PROGRAM
 from common.records.rcp import SUBMISSION_RUNS
 from common.terminal import plural
+from common.text_tables import number
 from submission.comparison import where
 from submission.log_rules import REHEARSAL_KEY
-from submission.output import number, table
+from submission.output import table
 from submission.run import NOT_STARTED, Run
-from submission.series import Series, TenRuns, pace, windows
+from submission.series import Series, TenRuns, pace
 
 # Attributes of a Run that the JSON object has for the series, and those that it has for each run.
 SERIES_KEYS = ("benchmark", "division", "org", "ruleset", "gpu", "gpus")
@@ -56,7 +57,7 @@ def as_dict(series: Series, ten: TenRuns) -> dict:
         },
         "windows": [
             {"first": window.runs[0].name, **_numbers(window)}
-            for window in windows(series)
+            for window in series.windows
             if window.runs
         ],
         "notes": series.notes,
@@ -82,7 +83,7 @@ def report(series: Series, ten: TenRuns) -> list[str]:
         notes += [f"{run.name}: {note}" for note in _notes(run)]
     if notes:
         lines += ["", *(f"  {note}" for note in notes)]
-    total = len(windows(series))
+    total = len(series.windows)
     if total > 1:
         median = f"{ten.runs[0].name} to {ten.runs[-1].name}"
         lines += [

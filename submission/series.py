@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -17,7 +18,8 @@ from common.records import windows as window_rules
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 from common.records.run_states import MISSED
-from submission import rcp, rounds
+from submission import official_tools, rcp, rounds
+from submission.log_rules import converts_to_int
 from submission.run import NOT_STARTED, Run, read_run
 
 # Attributes of a Run that must be equal for all runs of a series.
@@ -43,6 +45,18 @@ class Series:
         It is the first good run, otherwise the first run with a benchmark, otherwise the first run.
         """
         return next((run for run in (*self.good, *self.runs) if run.benchmark), self.runs[0])
+
+    @cached_property
+    def windows(self) -> list[TenRuns]:
+        """All windows of ten consecutive runs, valid or not, with their scores, in order.
+
+        A series of ten runs or fewer is one window. Each is judged once.
+        """
+        scored = []
+        for window in window_rules.windows(started_runs(self)):
+            runs = list(window)
+            scored.append(score_runs(runs, _invalid(runs)))
+        return scored
 
 
 @dataclass(frozen=True)
@@ -76,7 +90,7 @@ def ten_runs(series: Series) -> TenRuns:
 
     If it is not valid, its `invalid` says why the series has no result.
     """
-    all_windows = windows(series)
+    all_windows = series.windows
     median = all_windows[window_rules.median([window.rank for window in all_windows])]
     if not median.invalid or len(all_windows) == 1:
         return median
@@ -89,18 +103,6 @@ def ten_runs(series: Series) -> TenRuns:
         f" valid; {failed}"
     )
     return replace(median, invalid=why)
-
-
-def windows(series: Series) -> list[TenRuns]:
-    """Return all windows of ten consecutive runs, valid or not, with their scores, in order.
-
-    A series of ten runs or fewer is one window.
-    """
-    scored = []
-    for window in window_rules.windows(started_runs(series)):
-        runs = list(window)
-        scored.append(score_runs(runs, _invalid(runs)))
-    return scored
 
 
 def started_runs(series: Series) -> list[Run]:
@@ -189,7 +191,8 @@ def _rcp_verdict(runs: list[Run]) -> rcp.RcpVerdict | None:
     if len(runs) < 3 or any(run.is_miniature for run in runs):
         return None
     logs = [run.path if run.log.events else None for run in runs]
-    return rcp.judge(logs, runs[0].ruleset)
+    bypass = official_tools.RCP_BYPASS in official_tools.bypasses(runs[0].folder)
+    return rcp.judge(logs, runs[0].ruleset, bypass)
 
 
 def _passed(runs: list[Run], invalid: str, verdict: rcp.RcpVerdict | None) -> bool:
@@ -362,8 +365,9 @@ def check_same(series: Series) -> None:
                 "list each log once",
             )
         seed = run.log.value("seed")
-        if type(seed) is not int:
+        if not converts_to_int(seed):
             continue
+        seed = int(seed)  # type: ignore[call-overload]  # as the official seed checker
         other = run_of_seed.setdefault(seed, run)
         if other is not run:
             series.notes.append(

@@ -18,7 +18,7 @@ from submission.figures import FORMS, evaluations, figures_of, of_steps, shown, 
 from submission.provenance import Labeled
 from submission.run import Run
 from submission.score_output import score_lines
-from submission.series import Series, TenRuns, started_runs, ten_runs, windows
+from submission.series import Series, TenRuns, started_runs, ten_runs
 
 # Figures that the table of attempts shows.
 ATTEMPT_FIGURES = (
@@ -162,7 +162,7 @@ def _banner(series: Series, ten: TenRuns) -> Block:
     if ten.invalid:
         return banner("warn" if series.good else "bad", share, f"no score: {ten.invalid}")
     scored = f"attempts {ten.runs[0].number} to {ten.runs[-1].number}"
-    count = sum(not window.invalid for window in windows(series))
+    count = sum(not window.invalid for window in series.windows)
     if count > 1:
         scored += f", the median of {count} windows"
     kind = "good"

@@ -61,7 +61,7 @@ def test_rules_may_differ_in_every_run():
     longer = replace(
         rules, sequence_length=2 * rules.sequence_length, eval_interval_samples=100, target_loss=2.0
     )
-    assert longer.flops_per_token > rules.flops_per_token
+    assert longer.training_flops.total > rules.training_flops.total
     assert longer.eval_interval(64) == longer.first_evaluation(64) == 128
     assert longer.fixed_log_values()["target_accuracy"] == 2.0
 
@@ -70,9 +70,9 @@ def test_adapters_cost_fewer_operations_than_all_weights():
     rules = divisions(benchmarks.measured_in("lora"))["closed"]
     assert rules.lora_rank == 16
     assert (
-        rules.flops_per_token
-        < replace(rules, lora_rank=0).flops_per_token
-        < 2 * rules.flops_per_token
+        rules.training_flops.total
+        < replace(rules, lora_rank=0).training_flops.total
+        < 2 * rules.training_flops.total
     )
 
 

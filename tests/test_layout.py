@@ -59,6 +59,7 @@ BASE = {
     "common.repository",
     "common.terminal",
     "common.text_tables",
+    "common.variables",
 }
 # Package -> packages or modules that it may import besides itself and BASE. A package that is
 # missing here fails the test.
@@ -79,11 +80,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "common.training": {
         "common.data",
+        "common.estimate.mfu",
         "common.kernels",
         "common.model",
         "common.records",
         "common.self_test",
         "common.sharding",
+        "system_tuning.settings",  # the host's settings, for versions.json
     },
     "common.self_test": {"common.kernels", "common.model", "common.sharding"},
     "common.measure": {
@@ -121,9 +124,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Subpackages of launch/ have the imports of launch/, and these.
 MAY_IMPORT["launch"] |= {
+    "common.kernels.step_clock",  # preflight
     "common.model.families",  # plan: of any model
     "common.self_test",  # preflight
-    "common.training.metrics",
 }
 HEAVY = {"torch", "triton", "transformers", "numpy"}
 

@@ -2,15 +2,22 @@
 
 A baseline file is JSON: "gpu" (GPU kind, or "CPU"), "source" (date and commit), and "rows". A row
 has the name of a table, the values of the table's keys, a column, and the value in that column.
-baselines/<GPU>.json are measurements with this package. Standard library only.
+baselines/<GPU>.json are measurements with this package.
+
+limits.json says how far below its baseline a row may be, whatever the GPU. "measured": limits from
+repeated suites on healthy machines (tests/tools/suite_limits.py). "declared": limits of other rows.
+The first entry whose keys agree with a row's counts, and TOLERANCE without one. Rows with the limit
+null are shown but not judged. Standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +27,18 @@ from common.measure import published, report
 from common.measure.files import read_json, write_json
 from common.measure.tables import Section, Table
 from common.records.json_lines import is_number
+from common.text_tables import number
 
-TOLERANCE = 0.03  # fraction below the baseline that passes
+TOLERANCE = 0.03  # fraction below the baseline that passes, for rows without an entry in LIMITS
 BASELINES = Path(__file__).with_name("baselines")
+LIMITS = Path(__file__).with_name("limits.json")
 PASS = "PASS"
 FAIL = "FAIL"
+NOT_JUDGED = "not judged"
 NOT_MEASURED = "not measured"
 
 Results = Iterable[dict[str, Any]]  # results as `result.read` returns them
+MeasuredTable = tuple[str, Table, dict[str, Any]]  # part of the suite, table, result
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,9 @@ class BaselineVerdict:
     baseline: str
     value: str  # "-" if no row was measured, the error if it failed
     change: float | None  # relative to the baseline; -0.05 means 5 % below it
-    verdict: str  # PASS, FAIL or NOT_MEASURED
+    verdict: str  # PASS, FAIL, NOT_JUDGED or NOT_MEASURED
+    limit: float | None  # fraction below the baseline that passes; None: not judged
+    part: str  # part of the suite that measured the row, "" if none did
 
 
 def percentage(text: str) -> float:
@@ -82,6 +95,8 @@ def of_results(results: Results) -> Baseline:
     for data in results:
         gpu = report.gpu_kind(data) or "CPU"
         source = f"{report.date(data)}, commit {data['versions'].get('commit', 'unknown')}"
+        if "uuid" in data["machine"]:
+            source += f", on {data['machine']['uuid']}"
         for table in data["tables"]:
             rows += _rows_of(table, data)
     return Baseline(gpu, f"measured {source}", tuple(rows))
@@ -171,30 +186,50 @@ def write(path: Path, baseline: Baseline) -> None:
 # --- comparison -----------------------------------------------------------------------------------
 
 
-def compare(baseline: Baseline, results: Results, tolerance: float) -> list[BaselineVerdict]:
+def read_limits() -> list[dict[str, Any]]:
+    """Return the entries of limits.json: table, keys and limit. The first that agrees counts."""
+    content = json.loads(LIMITS.read_text())
+    return [*content["measured"], *content["declared"]]
+
+
+def limit_of(row: BaselineRow, entries: list[dict[str, Any]]) -> float | None:
+    """Return the fraction below the baseline that passes, None if `row` is not judged."""
+    for entry in entries:
+        if entry["table"] == row.table and agrees(row.keys, entry["keys"]):
+            return entry["limit"]
+    return TOLERANCE
+
+
+def compare(
+    baseline: Baseline, results: dict[str, dict[str, Any]], tolerance: float | None
+) -> list[BaselineVerdict]:
     """Return one verdict for each row of the baseline, failures first.
 
-    A row fails if it is more than `tolerance` (a fraction) below the baseline, or if its
-    measurement failed. A row that this suite does not measure is NOT_MEASURED, which is not a
-    failure.
+    `results`: part of the suite -> result. A row fails if it is further below the baseline than
+    its limit, or if its measurement failed. `tolerance` replaces the limits of judged rows. A row
+    that this suite does not measure is NOT_MEASURED, which is not a failure.
     """
-    tables = [(table, data) for data in results for table in data["tables"]]
-    verdicts = [_verdict(row, tables, tolerance) for row in baseline.rows]
-    order = (FAIL, PASS, NOT_MEASURED)
+    tables = [(part, table, data) for part, data in results.items() for table in data["tables"]]
+    entries = read_limits()
+    verdicts = []
+    for row in baseline.rows:
+        limit = limit_of(row, entries)
+        if limit is not None and tolerance is not None:
+            limit = tolerance
+        verdicts.append(_verdict(row, tables, limit))
+    order = (FAIL, PASS, NOT_JUDGED, NOT_MEASURED)
     return sorted(verdicts, key=lambda verdict: order.index(verdict.verdict))
 
 
-def _verdict(
-    row: BaselineRow, tables: list[tuple[Table, dict[str, Any]]], tolerance: float
-) -> BaselineVerdict:
-    """Compare one row of a baseline. `tables`: each measured table with its result."""
+def _verdict(row: BaselineRow, tables: list[MeasuredTable], limit: float | None) -> BaselineVerdict:
+    """Compare one row of a baseline with the measured `tables`. `limit`: from `limit_of`."""
     keys = ", ".join(str(value) for value in row.keys.values() if value)
-    name = f"{row.table}: {keys}"
     errors = []
     values = []
     head = row.column
     form = ",.4g"
-    for table, data in tables:
+    measured_by = ""
+    for part, table, data in tables:
         if table.name != row.table:
             continue
         for column in table.columns:
@@ -202,26 +237,35 @@ def _verdict(
                 head = column.head
                 form = column.format
         for measured in report.rows_of(table, data):
-            if not _agrees(measured, row.keys):
+            if not agrees(measured, row.keys):
                 continue
+            measured_by = measured_by or part
             if "error" in measured:
                 errors.append(measured["error"])
             elif measured.get(row.column) is not None:
                 values.append(measured[row.column])
-    reference = format(row.value, form)
-    if not values and errors:
-        return BaselineVerdict(name, head, reference, errors[0], None, FAIL)
+    verdict_of = partial(
+        BaselineVerdict,
+        f"{row.table}: {keys}",
+        head,
+        number(row.value, form),
+        limit=limit,
+        part=measured_by,
+    )
     if not values:
-        return BaselineVerdict(name, head, reference, "-", None, NOT_MEASURED)
-    # Several rows may match, for example if a published number does not name the library. The best
-    # one counts.
+        verdict = FAIL if errors else NOT_MEASURED
+        return verdict_of(value=errors[0] if errors else "-", change=None, verdict=verdict)
+    # Several rows may match, for example if a part was measured again, or if a published number
+    # does not name the library. The best one counts.
     value = max(values)
     change = value / row.value - 1
-    verdict = PASS if change >= -tolerance else FAIL
-    return BaselineVerdict(name, head, reference, format(value, form), change, verdict)
+    verdict = NOT_JUDGED
+    if limit is not None:
+        verdict = PASS if change >= -limit else FAIL
+    return verdict_of(value=number(value, form), change=change, verdict=verdict)
 
 
-def _agrees(row: dict[str, Any], keys: dict[str, Any]) -> bool:
+def agrees(row: dict[str, Any], keys: dict[str, Any]) -> bool:
     """Return whether `row` has the values `keys`. A missing key, None and "" are equal."""
     return all((row.get(key) or None) == (value or None) for key, value in keys.items())
 
@@ -230,14 +274,15 @@ def summary(verdicts: list[BaselineVerdict]) -> str:
     """Return the result of a comparison as one line, which begins with PASS or FAIL."""
     counts = {
         name: sum(verdict.verdict == name for verdict in verdicts)
-        for name in (PASS, FAIL, NOT_MEASURED)
+        for name in (PASS, FAIL, NOT_JUDGED)
     }
     total = counts[PASS] + counts[FAIL]
     if not total:
-        return "FAIL: no row in common with the baseline"
+        return "FAIL: no judged row in common with the baseline"
+    others = f", {counts[NOT_JUDGED]} more not judged" if counts[NOT_JUDGED] else ""
     if counts[FAIL]:
-        return f"FAIL: {counts[FAIL]} of {total} rows"
-    return f"PASS: {total} rows"
+        return f"FAIL: {counts[FAIL]} of {total} rows{others}"
+    return f"PASS: {total} rows{others}"
 
 
 def failure(baseline: Baseline, verdicts: list[BaselineVerdict], page: Path) -> CheckFailed | None:
@@ -245,10 +290,10 @@ def failure(baseline: Baseline, verdicts: list[BaselineVerdict], page: Path) -> 
 
     `page`: path of the page with all rows.
     """
-    if all(verdict.verdict == NOT_MEASURED for verdict in verdicts):
+    if all(verdict.verdict in (NOT_JUDGED, NOT_MEASURED) for verdict in verdicts):
         return CheckFailed(
-            f"no row in common with the baseline of {baseline.gpu}",
-            "the options of this suite measure none of its rows",
+            f"no judged row in common with the baseline of {baseline.gpu}",
+            "the options of this suite measure none of its rows that are judged",
             "measure more, without --quick or on more GPUs, or name another baseline",
         )
     failing = [_failing_row(verdict) for verdict in verdicts if verdict.verdict == FAIL]
@@ -256,7 +301,7 @@ def failure(baseline: Baseline, verdicts: list[BaselineVerdict], page: Path) -> 
         return None
     count = "1 row is" if len(failing) == 1 else f"{len(failing)} rows are"
     return CheckFailed(
-        f"{count} below the baseline of {baseline.gpu}",
+        f"{count} below the baseline of {baseline.gpu}, in two measurements",
         listed(failing),
         f"see the comparison in {page}; --tolerance accepts a larger difference",
     )
@@ -269,9 +314,9 @@ def _failing_row(verdict: BaselineVerdict) -> str:
     return f"{verdict.name} has {verdict.column} {verdict.value} ({verdict.change:+.1%})"
 
 
-def section(baseline: Baseline, verdicts: list[BaselineVerdict], tolerance: float) -> Section:
+def section(baseline: Baseline, verdicts: list[BaselineVerdict]) -> Section:
     """Return the section of the page that shows a comparison."""
-    heads = ("Row", "Column", "Baseline", "Here", "Change", "Verdict")
+    heads = ("Row", "Column", "Baseline", "Here", "Change", "Limit", "Verdict")
     rows = tuple(
         (
             verdict.name,
@@ -279,15 +324,16 @@ def section(baseline: Baseline, verdicts: list[BaselineVerdict], tolerance: floa
             verdict.baseline,
             verdict.value,
             "-" if verdict.change is None else f"{verdict.change:+.1%}",
+            "-" if verdict.limit is None else f"{-verdict.limit:.1%}",
             verdict.verdict,
         )
         for verdict in verdicts
     )
     notes = (
-        f"Baseline: {baseline.gpu}, {baseline.source}. "
-        f"Tolerance: {tolerance:.1%} below the baseline.",
-        "A row of the baseline that fails in this suite is a FAIL. "
+        f"Baseline: {baseline.gpu}, {baseline.source}.",
+        "A row fails if it is below its limit in two measurements, or if its measurement fails. "
+        "Rows without a limit vary too much on a healthy machine to be judged. "
         "A row that this suite does not measure is not counted.",
     )
-    numbers = (False, False, True, True, True, False)
+    numbers = (False, False, True, True, True, True, False)
     return Section("Comparison with the baseline", "", heads, numbers, rows, notes)

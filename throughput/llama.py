@@ -53,8 +53,7 @@ TABLES = (
             *time_columns(),
             Column("tflops", "TFLOP/s per GPU", "", ".4g"),
             Column("tflops_12lsh", "TFLOP/s per GPU, 12LSH", "", ".4g"),
-            Column("mfu", "MFU, % of BF16 peak", "", ".1f"),
-            Column("percent", "% of the precision's peak", "", ".1f"),
+            Column("mfu", "MFU", "%", ".1f"),
             Column("allocated_gib", "Peak memory", "GiB", ".1f"),
             Column("reserved_gib", "Reserved", "GiB", ".1f"),
             Column("planned_gib", "Planned", "GiB", ".1f"),
@@ -75,6 +74,9 @@ TABLES = (
             "per sequence, H: width of attention. Causal attention counts half of the square; "
             "12LSH counts the whole. lora: 4N + 6 x adapters replaces 6N. Recomputation is not "
             "counted.",
+            "MFU: time of the products at the dense peaks of this GPU kind / step. In fp8, the "
+            "blocks' linear layers count at the FP8 peak, and attention, adapters and head at the "
+            "bf16 peak.",
             "Peak memory: of torch's allocator. Planned: the calculated peak memory "
             "(common/estimate/memory.py). With --batch max, the first batch is the largest that "
             "fits "
@@ -245,19 +247,16 @@ def values_of(
     config = case.config
     rate = per_second(measured["times_ms"], config.global_batch_size * length)
     rate_per_gpu = rate / config.world_size
-    flops = shape.training_flops_per_token(length)
-    if case.work.lora_rank:
-        flops = shape.lora_flops_per_token(length, case.work.lora_rank)
-    tflops = rate_per_gpu * flops / 1e12
+    flops = shape.training_flops(length, case.work.lora_rank)
+    tflops = rate_per_gpu * flops.total / 1e12
     # 6LSH counts half of the attention's square. The same once more gives 12LSH.
-    whole_square = flops + shape.attention_flops_per_token(length)
+    whole_square = flops.total + shape.attention_flops_per_token(length)
     return {
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate_per_gpu,
         "tflops": tflops,
         "tflops_12lsh": rate_per_gpu * whole_square / 1e12,
-        "mfu": result.percent(tflops, "bf16"),
-        "percent": result.percent(tflops, options.precision),
+        "mfu": result.percent(tflops, options.precision, flops),
         "allocated_gib": gib(measured["allocated"]) or None,
         "reserved_gib": gib(measured["reserved"]) or None,
     }

@@ -12,8 +12,15 @@ import torch
 
 from common.errors import PreflightError
 from common.gpu_kinds import GIB, KINDS
+from common.known_issues import installed
 from common.machine import inventory
-from common.machine.gpu_stats import DriverError, read_gpus, read_power_profiles, read_vboost
+from common.machine.gpu_stats import (
+    DriverError,
+    read_gpus,
+    read_power_profiles,
+    read_text,
+    read_vboost,
+)
 from common.machine.hardware import Probe
 from common.paths import ROOT
 from launch import run_directory
@@ -32,7 +39,7 @@ def facts(here: Machine, device: str) -> dict[str, Any]:
     """Return facts about the GPU (unless `device` is "cpu"), the CPU and the operating system.
 
     The GPU facts are name, kind, number, memory in GiB, dense peaks in TFLOP/s (of a kind in
-    common/gpu_kinds.py), power limit in W, boost slider and power profiles.
+    common/gpu_kinds.py), power limit in W, boost slider and power profiles, and the cards' UUIDs.
     """
     linux = inventory.facts(Path("/"), here.probe, here.gpu_kind)
     known: dict[str, Any] = {name: linux[key] for key, name in LINUX_FACTS.items() if key in linux}
@@ -42,7 +49,7 @@ def facts(here: Machine, device: str) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(),
         "kind": kind_of(here),
         "gpus": torch.cuda.device_count(),
-    }
+    } | uuids(here.probe)
     gpu["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB, 1)
     if kind := KINDS.get(gpu["kind"]):
         gpu |= {
@@ -61,6 +68,14 @@ def kind_of(here: Machine) -> str:
     if kind is None:
         return "unknown"
     return kind.name if kind.name in KINDS else f"{kind.name}, derived from what its driver reports"
+
+
+def uuids(detected: Probe) -> dict[str, str]:
+    """Return the UUIDs of the cards, which tell whether two results are of one card."""
+    known = [device.address for device in detected.devices]
+    if detected.vendor == "amd":
+        known = [read_text(Path(address) / "unique_id") for address in known]
+    return {"uuid": ", ".join(known)} if any(known) else {}
 
 
 def power_limit(detected: Probe) -> dict[str, float]:
@@ -103,12 +118,13 @@ def versions(detected: Probe) -> dict[str, Any]:
         for name in ("torch", "triton", "pytorch-triton-rocm", "numpy")
         if name in known["packages"]
     }
+    libraries = installed()
     named = {
         "commit": commit,
         "driver": known["driver"],
         "python": known["python"],
         **packages,
-        "rocm": torch.version.hip,
-        "cuda": torch.version.cuda,
+        "rocm": libraries.get("rocm"),
+        "cuda": libraries.get("cuda"),
     }
     return {name: value for name, value in named.items() if value}

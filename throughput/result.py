@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, RunError, StorageError
+from common.estimate.mfu import peak_tflops
 from common.measure import report
 from common.measure.files import read_json, write_json
 from common.measure.tables import Table
+from common.model.shapes import TokenFlops
 from launch import run_directory
 from throughput.memory import OUT_OF_MEMORY, ran_out_of_memory
 from throughput.timing import spread
@@ -94,11 +96,13 @@ class Result:
     def rows(self) -> list[dict[str, Any]]:
         return self.data["rows"]
 
-    def percent(self, tflops: float, precision: str) -> float | None:
+    def percent(
+        self, tflops: float, precision: str, flops: TokenFlops | None = None
+    ) -> float | None:
         """Return TFLOP/s of one GPU as a percentage of its dense peak.
 
-        `precision`: "bf16", "fp16" or "fp8". Return None for other precisions, for a GPU without a
-        known peak, and on a CPU.
+        `precision`: "bf16", "fp16" or "fp8", of all products, or with `flops` of the linear layers.
+        Return None for other precisions, for a GPU without a known peak, and on a CPU.
         """
         keys = {
             "bf16": "peak_tflops_16_bits",
@@ -106,6 +110,8 @@ class Result:
             "fp8": "peak_tflops_fp8",
         }
         peak = self.data["machine"].get(keys.get(precision))
+        if peak and flops:
+            peak = peak_tflops(flops, peak, self.data["machine"][keys["bf16"]])
         return 100 * tflops / peak if peak else None
 
     def add(self, row: dict[str, Any], samples_ms: list[float] | None = None) -> None:

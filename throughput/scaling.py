@@ -23,6 +23,7 @@ from common.command_line import complete, count
 from common.errors import Interrupted, RunError
 from common.machine.host import cpu_count
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
+from common.model.shapes import TokenFlops
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
 from throughput import links, ranks, shared_options
@@ -78,7 +79,8 @@ SCALING = Table(
         "DDP, inside no_sync; for ZeRO-2, each rank adds its own rows of its own gradient. Both "
         "include the gather of weights.",
         "TFLOP/s: 6 N + 6 L S H per token. N: parameters in matrix products. Attention counts half "
-        "of the square. MFU: share of the dense peak of one GPU, of FP8 if the precision is fp8.",
+        "of the square. MFU: share of the dense peak of one GPU. In fp8, linear layers count at "
+        "the FP8 peak, and attention and head at the bf16 peak.",
         "Mark: a row with fewer tokens/s than the next smaller number of GPUs, or with steps that "
         "are faster than there beyond the spread. Measure such a row again.",
     ),
@@ -231,12 +233,12 @@ def add_steps(
         return
     row |= spread(part["times_ms"])
     rate = per_second(part["times_ms"], gpus * row["batch"] * row["seq"])
-    tflops = flops * rate / gpus / 1e12
+    tflops = flops.total * rate / gpus / 1e12
     row |= {
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate / gpus,
         "tflops_per_gpu": tflops,
-        "percent": result.percent(tflops, row["precision"]),
+        "percent": result.percent(tflops, row["precision"], flops),
         "memory_gb": part["memory_bytes"] / 1e9 or None,
     }
     if part["alone_ms"]:
@@ -255,12 +257,12 @@ def add_steps(
 
 def describe_steps(
     strategy: str, model: str, request: ScalingRequest
-) -> tuple[dict[str, Any], int]:
+) -> tuple[dict[str, Any], TokenFlops]:
     """Return the columns that describe the model and its batch, and the FLOPs per token."""
     if strategy == DDP:
         length = request.gpt.sequence_length
         gpt = {"model": model, "precision": "bf16", "batch": request.gpt.batch, "seq": length}
-        return gpt, request.gpt.shape.training_flops_per_token(length)
+        return gpt, TokenFlops(request.gpt.shape.training_flops_per_token(length), 0)
     precision = "fp32" if request.gpu == "CPU" else "bf16"
     if request.fp8:
         precision = "fp8"
@@ -270,7 +272,7 @@ def describe_steps(
         "batch": 1,
         "seq": request.rules.sequence_length,
     }
-    return llama, request.rules.flops_per_token
+    return llama, request.rules.training_flops
 
 
 def reason(error: RunError | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from common.errors import RunError
 from common.measure import report
 from common.measure.tables import Section
+from common.text_tables import number
 from throughput import baseline, result
 
 NOT_MEASURED = "not measured"
@@ -86,7 +87,7 @@ def headline(
     for precision in ("bf16", "fp8"):
         products = [row for row in rows if row["table"] == "gemm" and row["precision"] == precision]
         best = max((row["tflops"] for row in products), default=None)
-        text = NOT_MEASURED if best is None else f"{best:,.4g} TFLOP/s"
+        text = NOT_MEASURED if best is None else f"{number(best, ',.4g')} TFLOP/s"
         tiles.append((f"Best {precision.upper()} product", text))
     tiles.append(llama_tile(rows))
     reductions = [
@@ -94,7 +95,7 @@ def headline(
         for row in rows
         if row["table"] == "collectives" and row["name"].startswith("all-reduce")
     ]
-    text = f"{max(reductions):,.4g} GB/s" if reductions else NOT_MEASURED
+    text = f"{number(max(reductions), ',.4g')} GB/s" if reductions else NOT_MEASURED
     tiles.append(("All-reduce, bus bandwidth", text))
     return Section("Headline", "", ("", ""), (False, False), tuple(tiles), tiles=True)
 

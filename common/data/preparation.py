@@ -74,8 +74,8 @@ def require_data_dir(folder: Path) -> None:
         )
 
 
-def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
-    """Raise PreflightError unless the file system of `folder` has that much free space.
+def lack_of_space(folder: Path, needed_bytes: int, for_what: str) -> str:
+    """Return a sentence if the file system of `folder` has less free space, or "".
 
     `folder` need not exist yet.
     """
@@ -83,11 +83,16 @@ def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
-    if free < needed_bytes:
+    if free >= needed_bytes:
+        return ""
+    return f"{folder}: {for_what} needs {data_size(needed_bytes)}, {data_size(free)} are free"
+
+
+def require_free_space(folder: Path, needed_bytes: int, for_what: str) -> None:
+    """Raise PreflightError unless the file system of `folder` has that much free space."""
+    if lack := lack_of_space(folder, needed_bytes, for_what):
         raise PreflightError(
-            f"{folder}: {for_what} needs {data_size(needed_bytes)}, {data_size(free)} are free",
-            f"the file system of {existing} is too full",
-            "free space, or name a folder on another disk",
+            lack, "the file system is too full", "free space, or name a folder on another disk"
         )
 
 

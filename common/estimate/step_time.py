@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import RunConfig
+from common.estimate.links import exposed_seconds
 from common.estimate.memory import recomputed_layers
+from common.estimate.mfu import peak_tflops
 from common.estimate.workload import Workload
 from common.gpu_kinds import GpuKind
+from common.model.shapes import TokenFlops
 
 # Time of a step in bf16 divided by that in FP8: 11,223 and 15,829 tok/s/GPU with the 8B on 2 H200s.
 # Assumed for every model and GPU.
@@ -36,6 +39,7 @@ class Estimate:
     eval_s: float
     tokens_per_s_per_gpu: float
     minutes: float | None
+    exposed_s: float | None  # part of the step in which only links work; None: not calculated
 
 
 def products_seconds_per_token(
@@ -43,8 +47,8 @@ def products_seconds_per_token(
 ) -> float:
     """Return the time of one token's matrix products on one GPU at the dense peaks.
 
-    Linear layers run at the FP8 peak. Attention, adapters and head run at the bf16 peak. Training
-    consists of forward, data gradient and, unless the weights are frozen, weight gradient.
+    Linear layers run at the FP8 peak, and the other products at the bf16 peak. Training consists of
+    forward, data gradient and, unless the weights are frozen, weight gradient.
     `recomputed`: share of the layers whose forward runs twice.
     """
     shape = work.shape
@@ -61,23 +65,34 @@ def products_seconds_per_token(
         passes = 2 if work.lora_rank else 3
         adapter_passes = 3
         attention_passes = 1 + ATTENTION_BACKWARD
-    in_fp8 = linears * (passes + recomputed)
-    in_bf16 = adapters * adapter_passes + attention * (attention_passes + recomputed)
-    in_bf16 += head * passes
-    return (in_fp8 / kind.peak_fp8_tflops + in_bf16 / kind.peak_bf16_tflops) / 1e12
+    others = adapters * adapter_passes + attention * (attention_passes + recomputed)
+    others += head * passes
+    flops = TokenFlops(linears * (passes + recomputed), others)
+    peak = peak_tflops(flops, kind.peak_fp8_tflops, kind.peak_bf16_tflops)
+    return flops.total / peak / 1e12
 
 
-def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | None) -> Estimate:
+def estimate(
+    config: RunConfig,
+    work: Workload,
+    kind: GpuKind,
+    samples: float | None,
+    network_gb_s: float | None = None,
+) -> Estimate:
     """Return the time of steps and evaluations, and the minutes to the target.
 
-    `samples`: training sequences to the target, the RCP's mean. Communication is assumed to be
-    hidden behind computation.
+    `samples`: training sequences to the target, the RCP's mean. `network_gb_s`: per GPU between
+    nodes; None if communication is assumed to be hidden behind computation.
     """
     slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
     recomputed = recomputed_layers(config, work) / work.shape.num_layers
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
     token_s = products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
     step_s = step_tokens * slowdown * token_s
+    exposed_s = None
+    if network_gb_s is not None:
+        exposed_s = exposed_seconds(config, work, kind, step_s, network_gb_s)
+        step_s += exposed_s
     per_pass = config.world_size * config.eval_micro_batch_size
     eval_passes = -(-work.eval_samples // per_pass)
     # Tokens on one GPU, including padding.
@@ -86,7 +101,7 @@ def estimate(config: RunConfig, work: Workload, kind: GpuKind, samples: float | 
     minutes = None
     if samples is not None:
         minutes = minutes_to_target(work, samples, config.global_batch_size / step_s, eval_s)
-    return Estimate(step_s, eval_s, step_tokens / step_s, minutes)
+    return Estimate(step_s, eval_s, step_tokens / step_s, minutes, exposed_s)
 
 
 def minutes_to_target(work: Workload, samples: float, samples_per_s: float, eval_s: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ from pathlib import Path
 
 from common.machine.gpu_stats import key_values, read_text
 
+CAP_IPC_LOCK = 14  # number in linux/capability.h
+
 
 @dataclass(frozen=True)
 class Host:
     memory_bytes: int  # available to the machine, or to the container if that is less
     shm_bytes: int  # free in /dev/shm
-    memlock_bytes: int  # soft limit, or UNLIMITED
+    memlock_bytes: int  # soft limit, or UNLIMITED, as with the capability IPC_LOCK
     open_files: int  # soft limit, or UNLIMITED
 
 
@@ -27,9 +30,17 @@ def read_host(root: Path = Path("/")) -> Host:
     return Host(
         memory_bytes=available_memory(root),
         shm_bytes=shutil.disk_usage(shm).free if shm.exists() else 0,
-        memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        memlock_bytes=_memlock_bytes(root),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
+
+
+def _memlock_bytes(root: Path) -> int:
+    """Return how much memory this process may lock."""
+    effective = re.search(r"^CapEff:\s*(\w+)", read_text(root / "proc/self/status"), re.MULTILINE)
+    if effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1:
+        return resource.RLIM_INFINITY
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
 
 
 def available_memory(root: Path) -> int:

@@ -30,6 +30,7 @@ FACTS = {
     "gpu": "GPU",
     "kind": "GPU kind",
     "gpus": "GPUs",
+    "uuid": "GPU UUID",
     "gpu_memory_gib": "GPU memory, GiB",
     "peak_tflops_16_bits": "Dense peak, BF16 and FP16, TFLOP/s",
     "peak_tflops_fp8": "Dense peak, FP8, TFLOP/s",

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.html.page import Block
+from common.text_tables import number
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Column:
         value = row.get(self.key)
         if value is None or value == "":
             return "-"
-        return value if isinstance(value, str) else format(value, self.format)
+        return value if isinstance(value, str) else number(value, self.format)
 
     @property
     def head(self) -> str:

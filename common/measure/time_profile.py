@@ -20,6 +20,7 @@ from torch.profiler import profile as torch_profile
 
 from common.errors import StorageError
 from common.html import page
+from common.kernels.step_clock import StepClock
 from common.measure import report, trace
 from common.measure.files import write_json
 from common.measure.kernel_time import COMMUNICATION, GEMM, IDLE, ProfileRow, breakdown
@@ -27,7 +28,7 @@ from common.measure.profile_comparison import PROFILE
 from common.measure.tables import Section
 from common.model.llama import Llama
 from common.sharding.processes import Processes
-from common.training.metrics import StepClock
+from common.text_tables import number
 
 TRACE = "trace.json.gz"
 # Key of a row -> head of its column, and format.
@@ -168,7 +169,7 @@ def _cells(rows: list[dict]) -> list[tuple[str, ...]]:
     cells = []
     for row in rows:
         values = [(row[key], form) for key, (_, form) in COLUMNS.items()]
-        texts = ["" if value is None else format(value, form) for value, form in values]
+        texts = ["" if value is None else number(value, form) for value, form in values]
         cells.append((row["name"], *texts))
     return cells
 

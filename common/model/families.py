@@ -18,6 +18,7 @@ from common.atomic_write import naming
 from common.errors import ConfigError, failure_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
 from common.records.json_lines import is_number
+from common.text_tables import number
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,8 @@ def _rotation(path: Path, config: dict[str, Any]) -> tuple[float, RopeScaling | 
     if rope.get("rope_theta") is None and lost not in (None, base):
         raise ConfigError(
             f"{path}: rope_scaling has no rope_theta, but rope_parameters has {lost!r}",
-            f"rope_scaling replaces all of rope_parameters, so rope_theta would be {base:g}",
+            "rope_scaling replaces all of rope_parameters, so rope_theta would be "
+            f"{number(base, 'g')}",
             "move all entries to rope_parameters, and remove rope_scaling",
         )
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -23,6 +23,18 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs per token by the format that computes them. A multiply-add is 2 FLOPs."""
+
+    linears: float  # linear layers of the blocks, in the format that the config key `linear` names
+    others: float  # attention, adapters and head, never in FP8
+
+    @property
+    def total(self) -> float:
+        return self.linears + self.others
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes and variants of a Llama-like model.
 
@@ -108,29 +120,28 @@ class ModelShape:
         """
         return 6 * self.num_layers * sequence_length * self.attention_size
 
-    def training_flops_per_token(self, sequence_length: int) -> int:
-        """Return 6*N + 6*L*S*H, where N is `matmul_parameters` and a multiply-add is 2 FLOPs.
+    def training_flops(self, sequence_length: int, lora_rank: int = 0) -> TokenFlops:
+        """Return the FLOPs per token of training, without recomputation.
 
-        Source: PaLM, arXiv:2204.02311, appendix B, with causal attention halved.
+        Training of all weights, `lora_rank` 0: 6*N + 6*L*S*H, where N is `matmul_parameters`.
+        Source: PaLM, arXiv:2204.02311, appendix B, with causal attention halved. LoRA:
+        4*N + 6*N_lora + 6*L*S*H. Frozen weights have no gradient, so they take part in two matrix
+        products instead of three.
         """
-        return 6 * self.matmul_parameters + self.attention_flops_per_token(sequence_length)
+        per_weight = 4 if lora_rank else 6
+        head = self.vocab_size * self.hidden_size
+        return TokenFlops(
+            linears=per_weight * self.num_layers * self.matrix_parameters,
+            others=per_weight * head
+            + 6 * self.lora_parameters(lora_rank)
+            + self.attention_flops_per_token(sequence_length),
+        )
 
     def lora_parameters(self, rank: int) -> int:
         """Return the weights of A and B of all adapters: fused qkv and output projections."""
         qkv = self.hidden_size + self.qkv_size
         output = self.attention_size + self.hidden_size
         return self.num_layers * rank * (qkv + output)
-
-    def lora_flops_per_token(self, sequence_length: int, rank: int) -> int:
-        """Return 4*N + 6*N_lora + 6*L*S*H, where N is `matmul_parameters`.
-
-        Frozen weights have no gradient, so they take part in two matrix products instead of three.
-        """
-        return (
-            4 * self.matmul_parameters
-            + 6 * self.lora_parameters(rank)
-            + self.attention_flops_per_token(sequence_length)
-        )
 
 
 LLAMA31_8B = ModelShape(

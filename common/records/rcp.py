@@ -7,12 +7,14 @@ Standard library only, because the launcher imports this module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from common.benchmarks import Rules
+from common.errors import ConfigError
 
 # Runs of a result (MLPerf Training rules, "Benchmark Results"; mlperf-logging benchmark_meta.py).
 SUBMISSION_RUNS = 10
+MEASURED = "the RCP's"  # source of a value: the reference was run at this global batch
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
@@ -32,18 +34,63 @@ def mean_samples(rules: Rules, batch: int) -> float | None:
     return trimmed_mean(values)
 
 
-def learning_rate(rules: Rules, batch: int) -> tuple[float, bool] | None:
-    """Return the reference's learning rate at a global batch, and whether it is interpolated.
+def at_batch(values: Mapping[int, float], batch: int) -> tuple[float, str]:
+    """Return the value at a global batch, and its source in words: `MEASURED` or another.
 
-    Between two batches of the reference, the rate is interpolated linearly. Returns None for a
-    batch outside of the reference's range, and for rules without reference runs.
+    `values`: those of the reference, by its global batches. Between two of them the value is
+    interpolated linearly, as the RCP checker does. Beyond the largest one it continues the last
+    line. Raises ConfigError below the smallest.
     """
-    rates = rules.reference_learning_rates
-    if batch in rates:
-        return rates[batch], False
-    below = max((known for known in rates if known < batch), default=None)
-    above = min((known for known in rates if known > batch), default=None)
-    if below is None or above is None:
-        return None
-    share = (batch - below) / (above - below)
-    return rates[below] + share * (rates[above] - rates[below]), True
+    if batch in values:
+        return values[batch], MEASURED
+    batches = sorted(values)
+    if not batches or batch < batches[0]:
+        raise ConfigError(
+            f"the reference has no runs at global batch {batch} or below",
+            "learning rate and sequences to the target are unknown there",
+            f"use one of its global batches: {', '.join(map(str, batches)) or 'it has none'}",
+        )
+    above = next((each for each in batches if each > batch), batches[-1])
+    below = batches[batches.index(above) - 1]
+    slope = (values[above] - values[below]) / (above - below)
+    source = "interpolated between the RCPs" if batch < above else "continued beyond the RCPs"
+    return values[below] + slope * (batch - below), source
+
+
+def samples_to_target(rules: Rules, batch: int) -> tuple[float, str]:
+    """Return the training sequences to the target at a global batch, and their source."""
+    means = {}
+    for each in rules.reference_runs:
+        mean = mean_samples(rules, each)
+        if mean is not None:
+            means[each] = mean
+    return at_batch(means, batch)
+
+
+def batches(rules: Rules, ranks: int) -> list[int]:
+    """Return the global batches that `ranks` processes could use, each with whole sequences.
+
+    They are the reference's batches, and the smallest batch that is not below these.
+    """
+    smallest = -(-min(rules.reference_runs) // ranks) * ranks
+    return [batch for batch in sorted({*rules.reference_runs, smallest}) if batch % ranks == 0]
+
+
+def keys_at(rules: Rules, batch: int) -> dict[str, int | float]:
+    """Return the config keys that depend on the global batch, as in the reference's runs.
+
+    `max_samples` is twice the mean number of sequences to the target, in whole intervals. Raises
+    ConfigError below the reference's smallest batch.
+    """
+    interval = rules.eval_interval(batch)
+    twice = 2 * samples_to_target(rules, batch)[0]
+    rate, _ = at_batch(rules.reference_learning_rates, batch)
+    keys: dict[str, int | float] = {
+        "global_batch_size": batch,
+        "opt_base_learning_rate": float(f"{rate:.3g}"),
+        "max_samples": max(rules.first_evaluation(batch), int(twice // interval) * interval),
+    }
+    if rules.reference_warmup_samples:
+        samples = at_batch(rules.reference_warmup_samples, batch)[0]
+        keys["opt_learning_rate_warmup_steps"] = round(samples / batch)
+    return keys

@@ -1,10 +1,11 @@
 """Step time, tokens/s, TFLOP/s and MFU, and the file events.jsonl.
 
-    MFU = positions/s per GPU * training FLOPs per token / dense bf16 peak of one GPU
+    MFU = positions/s per GPU * training FLOPs per token / dense peak of one GPU
 
-common/model/shapes.py counts the FLOPs per token, without recomputation. Positions with padding
-cost as much as text, so TFLOP/s and MFU count them. Tokens/s do not. Losses and norms stay on the
-device until `Meter.flush` writes them. The host waits for the device only then.
+common/model/shapes.py counts the FLOPs per token, without recomputation. common/estimate/mfu.py
+has the peak, in which each product counts at the peak of its format. Positions with padding cost as
+much as text, so TFLOP/s and MFU count them. Tokens/s do not. Losses and norms stay on the device
+until `Meter.flush` writes them. The host waits for the device only then.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
 import torch
 from torch import Tensor
 
+from common.benchmarks import Rules
 from common.config import RunConfig
 from common.errors import NonFinite, StorageError
+from common.estimate.mfu import peak_tflops
 from common.gpu_kinds import KINDS
+from common.kernels.step_clock import StepClock
 from common.sharding.processes import Processes
+from common.text_tables import number
 from common.training.mllog import LineFile
 
 
@@ -73,40 +77,6 @@ class ProgressLog:
                 print(text, file=self.stream, flush=True)
 
 
-class StepClock:
-    """Timer of steps without host synchronization: CUDA events, or a monotonic clock on a CPU."""
-
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
-        self.marks: list = []
-
-    def mark(self) -> None:
-        """Record a time mark. Call it at the start of training and after each step.
-
-        After a pause, such as an evaluation or a save, call `restart` instead.
-        """
-        if self.on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-
-    def restart(self) -> None:
-        """Forget all marks and record a new one: the start of the next step."""
-        self.marks.clear()
-        self.mark()
-
-    def drain_ms(self) -> list[float]:
-        """Return the milliseconds of each step since the last call. Waits for the device."""
-        marks = self.marks
-        self.marks = self.marks[-1:]  # the start of the next step
-        if not self.on_gpu:
-            return [1e3 * (end - begin) for begin, end in pairwise(marks)]
-        marks[-1].synchronize()
-        return [begin.elapsed_time(end) for begin, end in pairwise(marks)]
-
-
 @dataclass(frozen=True)
 class StepRate:
     """Throughput of one GPU: the mean over some steps."""
@@ -114,14 +84,14 @@ class StepRate:
     step_time_ms: float
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
-    mfu: float | None  # None if the peak is unknown, as on a CPU
+    mfu: float | None  # None if the peak is unknown, as on a CPU, and for a miniature
 
     @staticmethod
     def of(
         step_time_ms: float,
         tokens_per_step: int,
         gpus: int,
-        flops_per_token: int,
+        flops_per_token: float,
         peak_tflops: float | None,
         padding: float = 0.0,
     ) -> StepRate:
@@ -139,7 +109,7 @@ class StepRate:
         mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
         return (
             f"{self.tokens_per_s_per_gpu:,.0f} tok/s/{device}, "
-            f"{self.tflops_per_gpu:.3g} TFLOP/s/{device}{mfu}"
+            f"{number(self.tflops_per_gpu, ',.3g')} TFLOP/s/{device}{mfu}"
         )
 
 
@@ -153,7 +123,7 @@ class Meter:
         *,
         tokens_per_step: int,
         samples_per_step: int,
-        flops_per_token: int,
+        flops_per_token: float,
         peak_tflops: float | None,
         padding: float = 0.0,
     ):
@@ -250,27 +220,29 @@ def _non_finite(step: int, loss: float, norm: float) -> NonFinite:
 
 def make_meter(
     config: RunConfig,
-    sequence_length: int,
-    flops_per_token: int,
+    rules: Rules,
     processes: Processes,
     events: Events,
     padding: float = 0.0,
 ) -> Meter:
-    """Return the meter of a run with this config, without MFU if the GPU's peak is unknown.
+    """Return the meter of a run with this config.
 
-    `padding`: share of padding in the training sequences.
+    It has no MFU if the GPU's peak is unknown, or for a miniature, whose kernels are too small for
+    a GPU. `padding`: share of padding in the training sequences.
     """
-    peak_tflops = None
-    # The config of the miniature, for example, is for a CPU, but may run on a GPU.
-    if processes.device.type == "cuda" and config.gpu in KINDS:
-        peak_tflops = KINDS[config.gpu].peak_bf16_tflops
+    flops = rules.training_flops
+    peak = None
+    if processes.device.type == "cuda" and config.gpu in KINDS and not config.miniature:
+        kind = KINDS[config.gpu]
+        linears = kind.peak_tflops(config.linear_format.in_fp8)
+        peak = peak_tflops(flops, linears, kind.peak_bf16_tflops)
     return Meter(
         processes,
         events,
-        tokens_per_step=config.global_batch_size * sequence_length,
+        tokens_per_step=config.global_batch_size * rules.sequence_length,
         samples_per_step=config.global_batch_size,
-        flops_per_token=flops_per_token,
-        peak_tflops=peak_tflops,
+        flops_per_token=flops.total,
+        peak_tflops=peak,
         padding=padding,
     )
 

@@ -6,6 +6,7 @@
     <benchmark> plan --all                a table of all configs of the benchmark
     <benchmark> plan --scaling GPU        minutes to the target on 1 to 512 of these GPUs
     <benchmark> plan ... --set K=V        with one value changed
+    <benchmark> plan ... --write FILE     also write the config, for example a derived one
 
     plan --model NAME|FILE [--gpu GPU] [--gpus N] [--lora] ...
                                           all layouts of a model, and the first that fits
@@ -24,10 +25,12 @@ import json
 import math
 import os
 import sys
+import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common.benchmarks import closed, config_keys, divisions, example_config
+from common.benchmarks import closed, config_keys, example_config
 from common.command_line import (
     Parser,
     add_set_option,
@@ -41,14 +44,15 @@ from common.command_line import (
 )
 from common.config import ANY_GPU
 from common.errors import ConfigError, OutOfMemory, write_text
-from common.estimate.mfu import remark, utilization, with_attention
+from common.estimate.mfu import by_parameters, remark, utilization, with_attention
 from common.estimate.verdict import saving_keys
 from common.estimate.workload import model_workload
 from common.gpu_kinds import KINDS, GpuKind
 from common.machine.hardware import MAX_GPUS, config_names
 from common.model.families import FAMILIES, shape_of
 from common.paths import ROOT
-from common.terminal import plural
+from common.terminal import inform, plural
+from common.text_tables import number
 from launch.plan import scaling
 from launch.plan.model import LORA_RANK, chosen, fitting_options, layouts, model_plan
 from launch.plan.plans import (
@@ -59,6 +63,7 @@ from launch.plan.plans import (
     as_dict,
     config_plan,
     describe,
+    fetch_lines,
     plans_table,
     table,
 )
@@ -110,6 +115,13 @@ def parser(benchmark: str = "") -> Parser:
         what.add_argument("--config", metavar="FILE", help=f"config file ({default})")
         what.add_argument("--all", action="store_true", help="plan every config of the benchmark")
         add_set_option(parser, config_keys(benchmark))
+        parser.add_argument(
+            "--write",
+            type=Path,
+            metavar="FILE",
+            help="also write the config as a new TOML file: committed under configs/, its runs can "
+            "be submitted",
+        )
     else:
         _add_model_options(parser)
         _add_mfu_options(parser, what)
@@ -257,15 +269,41 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
     choice, machine = (None, NO_GPUS) if options.all else _choice(request)
     if choice is None:
         require_config(request)
+        if options.write:
+            raise ConfigError(
+                f"--write {options.write} without a config",
+                "all configs are planned"
+                if options.all
+                else "no GPU is visible, so none is chosen",
+                "name one by --config, or its GPUs by DGXSYSTEM, such as DGXSYSTEM=MI355X_2x8",
+            )
         plans = all_plans(benchmark, {**request.overrides})
-        return {plan.source: plan for plan in plans}, [plans_table(ALL, plans), "", SOURCES]
+        lines = [plans_table(ALL, plans), "", *fetch_lines(benchmark), SOURCES]
+        return {plan.source: plan for plan in plans}, lines
     config = choice.config
     kind = machine.kind_of(config)
     plan = config_plan(benchmark, choice.derived or str(choice.path), config, kind)
     lines = describe(plan, saving_keys(config, plan.work, kind) if kind else ())
     if choice.source == FITTED:
         lines.insert(1, FITTED_NOTE)
+    if options.write:
+        _write_config(options.write, benchmark, choice, request.overrides)
+        inform(f"wrote      {options.write}")
     return {choice.path.stem: plan}, lines
+
+
+def _write_config(path: Path, benchmark: str, choice: Choice, overrides: Mapping[str, str]) -> None:
+    """Write the choice's config as a new TOML file. Raise ConfigError if the file exists."""
+    if path.exists():
+        raise ConfigError(
+            f"--write {path}: it exists", "no file is replaced", "name a new file, or remove it"
+        )
+    about = f"{benchmark}, {choice.derived or choice.path.name}. Calculated by `plan`, never run."
+    if overrides:
+        given = ", ".join(f"{key}={text}" for key, text in overrides.items())
+        about += f" Set by hand: {given}."
+    comment = textwrap.fill(about, 100, initial_indent="# ", subsequent_indent="# ")
+    write_text(path, f"{comment}\n{choice.config.as_toml(with_defaults=False)}")
 
 
 def _choice(request: Request) -> tuple[Choice | None, Machine]:
@@ -361,15 +399,20 @@ def _benchmark_scaling(benchmark: str, options: argparse.Namespace, network: flo
     """
     kind = _kind(options.scaling, "--scaling", has_links=True)
     name = benchmark
+    notes = []
+    given = {"--set": benchmark in closed() and options.set, "--write": options.write}
+    for option in filter(given.get, given):
+        raise ConfigError(
+            f"--scaling with {option}",
+            f"each number of GPUs gets its own config of {benchmark}",
+            f"leave out {option}, or name one number by DGXSYSTEM, without --scaling",
+        )
     if benchmark in closed():
-        if options.set:
-            raise ConfigError(
-                "--scaling with --set",
-                f"each number of GPUs gets its own config of {benchmark}",
-                "leave out --set",
-            )
-        rules = divisions(benchmark)["closed"]
-        points = scaling.best_points(benchmark, kind, rules, network)
+        points = scaling.benchmark_points(benchmark, kind, network)
+        most = scaling.gpus_per_node(kind, scaling.LARGEST)
+        notes = [f"Start a row with DGXSYSTEM={kind.name}_<nodes>x{most}."]
+        if options.network:
+            notes += ["On several nodes, add --set global_batch_size=<global batch>."]
     elif options.config is None:
         raise ConfigError(
             f"{benchmark} plan --scaling needs a config",
@@ -380,11 +423,10 @@ def _benchmark_scaling(benchmark: str, options: argparse.Namespace, network: flo
         path = Path(options.config)
         points = scaling.config_points(benchmark, path, kind, overrides_of(options.set), network)
         name = f"{benchmark}, {path.name},"
-    notes = []
     last = scaling.last_paying(points)
     if last is not None:
         saving = f"{scaling.PAYING_SAVING:.0%}"
-        notes = [f"Up to {last} GPUs, twice the GPUs save at least {saving} of the time."]
+        notes += [f"Up to {last} GPUs, twice the GPUs save at least {saving} of the time."]
     return ScalingTable(name, kind, network, HEAD, points, notes)
 
 
@@ -430,23 +472,32 @@ def _show_mfu(options: argparse.Namespace) -> int:
             "MFU is FLOP/s over a peak",
             "see plan --help",
         )
-    peak = options.peak
-    if not peak:
+    if options.peak:
+        linears = others = options.peak / 1e12
+        peaks = f"{linears:,.1f} TFLOP/s each"
+    else:
         kind = KINDS[options.gpu]
-        fp8 = options.precision == "fp8"
-        peak = (kind.peak_fp8_tflops if fp8 else kind.peak_bf16_tflops) * 1e12
+        linears = kind.peak_tflops(options.precision == "fp8")
+        others = kind.peak_bf16_tflops
+        peaks = f"{others:,.1f} TFLOP/s each"
+        if linears != others:
+            peaks = f"{linears:,.1f} TFLOP/s in FP8 and {others:,.1f} in bf16 each"
     tokens = options.tokens or gpus * options.batch * options.seq
     parameters = shape.num_parameters if shape else options.params
-    more = with_attention(shape, options.seq, options.lora or LORA_RANK) if shape else {}
-    results = utilization(parameters, tokens, options.seconds, gpus, peak, more)
+    formulas = by_parameters(parameters)
+    if shape:
+        formulas |= with_attention(shape, options.seq, options.lora or LORA_RANK)
+    rate = tokens / options.seconds / gpus
+    results = utilization(formulas, rate, linears, others)
     if options.json:
         print(json.dumps([asdict(each) for each in results], indent=1))
         return 0
     rows = [[each.formula, f"{each.tflops:,.2f}", f"{each.mfu * 100:.3f}"] for each in results]
     print(
-        f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in {options.seconds:g} s: "
+        f"P = {parameters / 1e9:,.2f}e9 weights; {tokens:,.0f} tokens in "
+        f"{number(options.seconds, 'g')} s: "
         f"{tokens / options.seconds:,.1f} tokens/s on {plural(gpus, 'GPU')}"
-        f" of {peak / 1e12:,.1f} TFLOP/s each",
+        f" of {peaks}",
         "",
         table(["FLOPs per token", "TFLOP/s per GPU", "MFU %"], rows),
         *filter(None, [remark(results)]),

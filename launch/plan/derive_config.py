@@ -1,13 +1,16 @@
 """Config for a number or kind of GPUs that has no file in configs/. A file always takes precedence.
 
-Everything that decides convergence comes from the nearest file. Settings that memory decides are
-computed: the micro-batch, at most the file's, and the options that save memory. The cheapest option
-comes first: a smaller micro-batch, then layers recomputed or offloaded. The last option is a
-storage of the frozen base that takes less memory. With it, the other options are tried again.
+Everything that decides convergence comes from the nearest file. On several nodes, it comes from the
+reference's runs (RCPs), at the global batch that reaches the target first. Settings that memory
+decides are computed: the micro-batch, at most the file's, and the options that save memory. The
+cheapest option comes first: a smaller micro-batch, then layers recomputed or offloaded. The last
+option is a storage of the frozen base that takes less memory. With it, the other options are tried
+again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -17,13 +20,15 @@ from typing import Any
 from common.benchmarks import divisions, rules_of
 from common.config import FROZEN_BASE_STORAGE, ConfigFile, RunConfig
 from common.errors import ConfigError, OutOfMemory
+from common.estimate.links import NETWORK_GB_S
 from common.estimate.memory import Memory, fewest_layers, fits, gib, memory_peak, usable_bytes
+from common.estimate.step_time import estimate
 from common.estimate.workload import Workload, benchmark_workload
 from common.gpu_kinds import KINDS, GpuKind
-from common.machine.hardware import MAX_GPUS, config_names, config_path
+from common.machine.hardware import MAX_GPUS, config_name, config_names, config_path
 from common.records import rcp
 
-NAME = re.compile(r"(\w+)_1x([1-9]\d*)")  # MI300X_1x8, for example: one node
+NAME = re.compile(r"(\w+)_([1-9]\d*)x([1-9]\d*)")  # MI300X_2x8, for example: 2 nodes of 8
 # GPUs on which torch._scaled_mm multiplies FP8: AMD from gfx942 on, NVIDIA from compute capability
 # 8.9 on.
 WITH_FP8 = ("gfx94", "gfx95", "gfx12", "sm_89", "sm_9", "sm_10", "sm_12")
@@ -38,6 +43,7 @@ CPU_ENV = {
     "MALLOC_MMAP_THRESHOLD_": "33554432",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
 }
+AMD_NODES_ENV = {"NCCL_NCHANNELS_PER_NET_PEER": "32"}  # on several nodes
 NVIDIA_ENV = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0"}
 # Share of a GPU's memory that a derived config may use, since no run has tried it. torch reserves
 # up to 5 % more than it allocates if memory is available. `throughput llama` has no such
@@ -59,9 +65,11 @@ def fit_to_machine(
     layers recompute or offload if micro-batches of one sequence do not fit. Raise ConfigError if
     the GPUs cannot share the global batch, OutOfMemory if no option fits.
     """
-    ranks = config.nodes * (gpus if kind else config.gpus_per_node)
+    per_node = gpus if kind else config.gpus_per_node
+    ranks = config.nodes * per_node
     if config.global_batch_size % ranks:
-        raise _cannot_be_shared(benchmark, config, config.global_batch_size, ranks)
+        batch = config.global_batch_size
+        raise _cannot_be_shared(benchmark, config, batch, per_node, config.nodes)
     work = _workload_of_layers(benchmark, config, layers)
     most_tokens = CPU_MICRO_BATCH_TOKENS if kind is None else MICRO_BATCH_TOKENS
     most = max(1, most_tokens // work.sequence_length)
@@ -131,20 +139,26 @@ def _workload_of_layers(benchmark: str, config: RunConfig, layers: int) -> Workl
     return replace(work, shape=replace(work.shape, num_layers=layers))
 
 
-def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
+def nearest_file(
+    root: Path, benchmark: str, kind: GpuKind | None, gpus: int, nodes: int = 1
+) -> Path:
     """Return the config file of the same GPU kind, or else of the most similar kind.
 
     A kind of the same vendor comes first, then one with similar memory. Among the files of a kind,
-    the nearest number of GPUs decides. Raises ConfigError if no file exists.
+    the nearest number of nodes decides, then that of GPUs per node. `kind`: None for a CPU. Raises
+    ConfigError if no file exists.
     """
+    if kind is None:
+        return config_path(root, benchmark, config_name(None, 1))
 
     def distance(name: str) -> tuple:
-        gpu, count = re.split("_1x", name)
+        gpu, of_nodes, count = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
         other = KINDS[gpu]
         return (
             gpu != kind.name,
             other.vendor != kind.vendor,
             abs(other.memory_bytes - kind.memory_bytes),
+            abs(int(of_nodes) - nodes),
             abs(int(count) - gpus),
         )
 
@@ -153,26 +167,86 @@ def nearest_file(root: Path, benchmark: str, kind: GpuKind, gpus: int) -> Path:
         match = NAME.fullmatch(name)
         if match and match[1] in KINDS:
             names.append(name)
-    return config_path(root, benchmark, min(names, key=distance, default=f"{kind.name}_1x{gpus}"))
+    wanted = config_name(kind, gpus, nodes)
+    return config_path(root, benchmark, min(names, key=distance, default=wanted))
 
 
 def derive(
-    benchmark: str, file: ConfigFile, kind: GpuKind, gpus: int, layers: int = 0
+    benchmark: str,
+    file: ConfigFile,
+    kind: GpuKind | None,
+    gpus: int,
+    nodes: int = 1,
+    layers: int = 0,
+    network_gb_s: float = NETWORK_GB_S,
 ) -> tuple[RunConfig, str]:
-    """Return a config of `file` for `gpus` GPUs of `kind`, and a description of what was chosen.
+    """Return a config of `file` for these GPUs, and a description of what was chosen.
 
-    `layers`: number of the model's layers, 0 for all. Raise ConfigError if the GPUs cannot share
-    the global batch, OutOfMemory if no option fits.
+    `kind`: None for a CPU. `gpus`: of one node. `layers`: number of the model's layers, 0 for all.
+    `network_gb_s`: of one GPU between nodes.
+
+    On several nodes the global batch is the one that reaches the target first, with the learning
+    rate, the warm-up and twice the sequences of the reference's runs. Benchmarks without such runs
+    keep the file's batch.
+
+    Raises ConfigError if the GPUs cannot share the global batch, OutOfMemory if no option fits.
     """
     given = file.config
-    batch = file.overrides.get("global_batch_size", str(given.global_batch_size))
-    if batch.isdecimal() and int(batch) % gpus:
-        raise _cannot_be_shared(benchmark, given, int(batch), gpus)
-    start = file.changed(_start(benchmark, given, kind, gpus))
-    work = _workload_of_layers(benchmark, start, layers)
-    config = _fitting_with_headroom(benchmark, start, given, work, kind, file.overrides)
-    changes = _changes(given, config, file.overrides)
-    return config, f"derived for {gpus} x {kind.name} from {file.path.name}: {changes}"
+    changes = _start(benchmark, given, kind, gpus, nodes)
+    configs = []
+    for keys in _keys_of_batches(benchmark, file, gpus, nodes):
+        start = file.changed(changes | keys)
+        work = _workload_of_layers(benchmark, start, layers)
+        if kind is None:
+            configs.append(next(_candidates(start, given, file.overrides))[0])
+        else:
+            configs.append(
+                _fitting_with_headroom(benchmark, start, given, work, kind, file.overrides)
+            )
+    config = configs[0]
+    if len(configs) > 1:
+        config = min(configs, key=lambda each: _time_to_target(benchmark, each, kind, network_gb_s))
+    where = f"{gpus} x {config.gpu}"
+    text = f"from {file.path.name}: {_changes(given, config, file.overrides)}"
+    rates = rules_of(benchmark, config).reference_learning_rates
+    if nodes > 1:
+        where = f"{nodes} nodes of {where}"
+        if rates and "opt_base_learning_rate" not in file.overrides:
+            text += f"; the learning rate is {rcp.at_batch(rates, config.global_batch_size)[1]}"
+    return config, f"derived for {where} {text}"
+
+
+def _keys_of_batches(
+    benchmark: str, file: ConfigFile, gpus: int, nodes: int
+) -> list[dict[str, int | float]]:
+    """Return, for each global batch that these GPUs could use, the keys that depend on it.
+
+    Return one empty dict if the file's keys hold: on one node, and without reference runs. Raise
+    ConfigError if the GPUs cannot share the file's global batch, or the one of --set.
+    """
+    given = file.config
+    rules = rules_of(benchmark, given)
+    by_reference = nodes > 1 and bool(rules.reference_runs)
+    text = file.overrides.get("global_batch_size", "")
+    if by_reference and not text:
+        return [rcp.keys_at(rules, batch) for batch in rcp.batches(rules, nodes * gpus)]
+    batch = text or str(given.global_batch_size)
+    if batch.isdecimal() and int(batch) % (nodes * gpus):
+        raise _cannot_be_shared(benchmark, given, int(batch), gpus, nodes)
+    return [rcp.keys_at(rules, int(batch))] if by_reference and batch.isdecimal() else [{}]
+
+
+def _time_to_target(
+    benchmark: str, config: RunConfig, kind: GpuKind | None, network_gb_s: float
+) -> float:
+    """Return the minutes to the target, or the sequences on GPUs whose speed is unknown."""
+    samples, _ = rcp.samples_to_target(rules_of(benchmark, config), config.global_batch_size)
+    if kind is None or not (kind.efficiency and kind.description):
+        return samples
+    work = benchmark_workload(benchmark, config)
+    minutes = estimate(config, work, kind, samples, network_gb_s).minutes
+    assert minutes is not None, "the number of sequences is given"
+    return minutes
 
 
 def miniature_on_gpu(file: ConfigFile, kind: GpuKind) -> tuple[RunConfig, str]:
@@ -195,7 +269,9 @@ def miniature_on_gpu(file: ConfigFile, kind: GpuKind) -> tuple[RunConfig, str]:
     )
 
 
-def _start(benchmark: str, file: RunConfig, kind: GpuKind, gpus: int) -> dict[str, str | int]:
+def _start(
+    benchmark: str, file: RunConfig, kind: GpuKind | None, gpus: int, nodes: int
+) -> dict[str, Any]:
     """Return the keys of the file that change for these GPUs, with micro-batch 1.
 
     No layer is offloaded or recomputed. The evaluation's micro-batch is the largest one, up to the
@@ -203,25 +279,30 @@ def _start(benchmark: str, file: RunConfig, kind: GpuKind, gpus: int) -> dict[st
     """
     eval_samples = benchmark_workload(benchmark, file).eval_samples
     sizes = range(file.eval_micro_batch_size, 0, -1)
-    unpadded = (size for size in sizes if eval_samples % (size * gpus) == 0)
-    linear = file.linear if kind.arch.startswith(WITH_FP8) else "bf16"
-    changes = moved(file, kind, gpus, linear) | {
+    unpadded = (size for size in sizes if eval_samples % (size * nodes * gpus) == 0)
+    has_fp8 = kind is None or kind.arch.startswith(WITH_FP8)
+    changes: dict[str, Any] = {
+        **moved(file, kind, gpus, file.linear if has_fp8 else "bf16", nodes),
         "micro_batch_size": 1,
         "eval_micro_batch_size": next(unpadded, 1),
     }
-    return changes | {key: 0 for key in SAVING_LAYERS if file.has_key(key)}
+    if nodes > 1 and kind is not None and kind.vendor == "amd":
+        changes["env"] = AMD_NODES_ENV | file.env
+    return changes | {key: 0 for key in (*SAVING_LAYERS, "transposed_layers") if file.has_key(key)}
 
 
-def moved(file: RunConfig, kind: GpuKind | None, gpus: int, linear: str) -> dict[str, str | int]:
+def moved(
+    file: RunConfig, kind: GpuKind | None, gpus: int, linear: str, nodes: int = 1
+) -> dict[str, str | int]:
     """Return the keys of `file` that change with the GPUs' number and kind and with `linear`.
 
-    `kind`: None for a CPU. `linear`: format of the linear layers.
+    `kind`: None for a CPU. `gpus`: of one node. `linear`: format of the linear layers.
     """
-    changes: dict[str, str | int] = {"gpus_per_node": gpus, "linear": linear}
+    changes: dict[str, str | int] = {"nodes": nodes, "gpus_per_node": gpus, "linear": linear}
     if kind is not None:
         changes["gpu"] = kind.name
-    if gpus == 1 or (kind is not None and kind.vendor != KINDS[file.gpu].vendor):
-        # Copy engines need a second GPU, and were run on NVIDIA only.
+    if gpus == 1 or nodes > 1 or (kind is not None and kind.vendor != KINDS[file.gpu].vendor):
+        # Copy engines need a second GPU of the same node, and were run on NVIDIA only.
         changes["reduce_scatter"] = "nccl"
     if linear == "bf16":
         changes["offload_layers"] = 0
@@ -278,7 +359,7 @@ def fitting(
 
 def _changes(file: RunConfig, config: RunConfig, overrides: Mapping[str, str]) -> str:
     """Describe the micro-batch and the differences from the file."""
-    omitted = ("gpu", "gpus_per_node", "env", *overrides)
+    omitted = ("gpu", "nodes", "gpus_per_node", "env", *overrides)
     changes = []
     for name in (field.name for field in fields(config)):
         value = getattr(config, name)
@@ -289,25 +370,36 @@ def _changes(file: RunConfig, config: RunConfig, overrides: Mapping[str, str]) -
     return ", ".join(changes) or "nothing else changes"
 
 
-def _cannot_be_shared(benchmark: str, config: RunConfig, batch: int, gpus: int) -> ConfigError:
+def _cannot_be_shared(
+    benchmark: str, config: RunConfig, batch: int, gpus: int, nodes: int
+) -> ConfigError:
     """Return the error for a global batch that is not a multiple of the number of GPUs.
 
-    It names the next larger batch that is one, with the learning rate of the RCPs.
+    It names the next larger batch that is one, with the learning rate of the RCPs. `gpus`: of one
+    node.
     """
-    counts = [str(count) for count in range(1, MAX_GPUS + 1) if batch % count == 0]
-    larger = -(-batch // gpus) * gpus
-    options = f"--set global_batch_size={larger}"
-    rate = rcp.learning_rate(rules_of(benchmark, config), larger)
-    if rate is None:
-        options += " and its learning rate"
-    else:
-        value, interpolated = rate
-        source = "interpolated between the RCPs" if interpolated else "the RCP's"
-        options += f" --set opt_base_learning_rate={value:.3g} ({source})"
+    ranks = nodes * gpus
+    larger = -(-batch // ranks) * ranks
+    do = f"use --set global_batch_size={larger} and its learning rate"
+    with contextlib.suppress(ConfigError):  # the reference has no such batch
+        rates = rules_of(benchmark, config).reference_learning_rates
+        rate, source = rcp.at_batch(rates, larger)
+        do = f"use --set global_batch_size={larger} --set opt_base_learning_rate={rate:.3g} "
+        do += f"({source})"
+    if nodes == 1:
+        counts = [str(count) for count in range(1, MAX_GPUS + 1) if batch % count == 0]
+        do = f"set DGXNGPU to {' or '.join(counts)}, or {do}"
+    why = "all must get the same number of sequences"
+    if gpus < config.gpus_per_node:
+        why += (
+            f"; a whole node has {config.gpus_per_node}: if fewer are visible, dmesg says whether "
+            "one has fallen off the bus"
+        )
+    unit = "processes" if config.gpu == "CPU" else "GPUs"
     return ConfigError(
-        f"{gpus} GPUs cannot share a global batch of {batch}",
-        "every GPU must get the same number of sequences",
-        f"set DGXNGPU to {' or '.join(counts)}, or use {options}",
+        f"{ranks} {unit} cannot share a global batch of {batch}",
+        why,
+        do,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from common import terminal, text_tables
-from common.benchmarks import Rules, load_all, rules_of
+from common.benchmarks import Rules, divisions, load_all, rules_of
 from common.config import RunConfig
 from common.estimate.memory import (
     Memory,
@@ -30,6 +30,7 @@ from common.gpu_kinds import KINDS, GpuKind
 from common.paths import ROOT
 from common.records import published, rcp
 from common.terminal import plural
+from common.text_tables import number
 from launch.selection.machine import NO_GPUS
 
 SOURCES = """\
@@ -54,6 +55,8 @@ ALL = [
     *SPEED,
 ]
 LAYOUTS = ["layout", "trained by this package", "needed", "usable", "fits", "largest micro-batch"]
+# A result of MLPerf Training is made of ten runs.
+COSTS = ["config", "minutes to target", "ten runs, hours", "GPU-hours of ten runs"]
 EVERY_KIND = ["GPU", "fits", "largest micro-batch", *SPEED, "best published score"]
 EVERY_KIND_OF_A_MODEL = ["GPU", "fits", "largest micro-batch", "tok/s/GPU", "step ms", "days"]
 
@@ -137,7 +140,7 @@ def as_dict(plan: Plan) -> dict:
 def cells(plan: Plan) -> dict[str, str]:
     """Return the cell of each column of the tables of plans."""
     config = plan.config
-    row = dict.fromkeys([*ALL, *LAYOUTS, *EVERY_KIND, *EVERY_KIND_OF_A_MODEL], "-")
+    row = dict.fromkeys([*ALL, *COSTS, *LAYOUTS, *EVERY_KIND, *EVERY_KIND_OF_A_MODEL], "-")
     row |= {
         "config": plan.source,
         "layout": plan.source,
@@ -176,6 +179,9 @@ def cells(plan: Plan) -> dict[str, str]:
     if speed.minutes is not None:
         row["minutes to target"] = f"{speed.minutes:,.1f}"
         row["days"] = f"{speed.minutes / 1440:,.2f}"
+        hours = speed.minutes / 60 * rcp.SUBMISSION_RUNS
+        row["ten runs, hours"] = f"{hours:,.1f}"
+        row["GPU-hours of ten runs"] = f"{hours * config.world_size:,.0f}"
     return row
 
 
@@ -260,6 +266,7 @@ def describe(plan: Plan, ways: Iterable[str], layouts: Sequence[Plan] = ()) -> l
         "",
         *size_lines(plan, kind),
         *speed_lines(plan, kind),
+        *cost_lines(plan),
         "",
         f"{settings}:",
         "",
@@ -292,11 +299,10 @@ def size_lines(plan: Plan, kind: GpuKind) -> list[str]:
     gpus = plan.config.world_size
     length = work.sequence_length
     what = "all weights trained"
-    flops = shape.training_flops_per_token(length)
+    flops = shape.training_flops(length, work.lora_rank).total
     formula = "6 N + 6 L S H"
     if work.lora_rank:
         what = f"LoRA of rank {work.lora_rank}"
-        flops = shape.lora_flops_per_token(length, work.lora_rank)
         formula = "4 N + 6 N_lora + 6 L S H"
     return [
         f"{shape.num_parameters / 1e9:.2f}e9 weights, {2 * shape.num_parameters / 1e9:,.0f} GB in "
@@ -323,10 +329,40 @@ def speed_lines(plan: Plan, kind: GpuKind) -> list[str]:
         tokens = plan.samples * plan.work.sequence_length
         share = tokens / plan.work.shape.num_parameters
         text.append(
-            f"Time: {tokens / 1e9:,.1f}e9 tokens ({share:,.3g} per weight) take "
+            f"Time: {tokens / 1e9:,.1f}e9 tokens ({number(share, ',.3g')} per weight) take "
             f"{speed.minutes / 1440:,.2f} days, {speed.minutes / 60 * gpus:,.0f} GPU-hours."
         )
     return text
+
+
+def cost_lines(plan: Plan) -> list[str]:
+    """Return the time of the ten runs of a result, and the files to fetch, in the closed division.
+
+    The time is that from run_start to run_stop.
+    """
+    if plan.rules is None or plan.rules.division != "closed":
+        return []
+    row = cells(plan)
+    hours, gpu_hours = row["ten runs, hours"], row["GPU-hours of ten runs"]
+    lines = [] if hours == "-" else [f"A result is ten runs: {hours} hours, {gpu_hours} GPU-hours."]
+    return lines + fetch_lines(plan.name)
+
+
+def fetch_lines(benchmark: str) -> list[str]:
+    """Return the files that a closed run needs, with size, source and license, and their sum."""
+    rules = divisions(benchmark).get("closed")
+    lines = []
+    total = 0
+    for part in rules.downloads if rules else ():
+        size = terminal.data_size(part.size_bytes)
+        lines.append(f"To fetch: {part.what}, {size}, from {part.source}; license: {part.license}.")
+        total += part.size_bytes
+    if lines:
+        lines.append(
+            f"Disk: {terminal.data_size(total)} for these files. ./run_and_time.sh {benchmark} "
+            "prepare fetch says how to get them, and whether that needs a login."
+        )
+    return lines
 
 
 def target_line(plan: Plan) -> str:

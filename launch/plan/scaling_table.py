@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from common.gpu_kinds import KINDS, GpuKind
 from common.html import page as html
 from common.html.page import Curve
+from common.text_tables import number
 from launch.plan import scaling
 from launch.plan.plans import table
 
@@ -109,13 +110,13 @@ def row(gpus: int, point: scaling.ScalingPoint | None, head: Sequence[str] = HEA
     cells = {
         "GPUs": str(gpus),
         "global batch": f"{config.global_batch_size}",
-        "learning rate": f"{config.opt_base_learning_rate:.2g}{star}",
+        "learning rate": number(config.opt_base_learning_rate, ".2g") + star,
         "sequences to target": f"{point.samples:,.0f}{star}",
-        "tok/s/GPU": f"{point.tokens_per_s_per_gpu:,.0f}",
-        "step ms": f"{point.step_s * 1e3:,.0f}",
-        "links ms": f"{point.exposed_s * 1e3:,.1f}",
+        "tok/s/GPU": f"{point.speed.tokens_per_s_per_gpu:,.0f}",
+        "step ms": f"{point.speed.step_s * 1e3:,.0f}",
+        "links ms": f"{(point.speed.exposed_s or 0) * 1e3:,.1f}",
         "minutes": f"{point.minutes:,.1f}",
-        "days": f"{point.minutes / DAY:.3g}",
+        "days": number(point.minutes / DAY, ",.3g"),
         "GPU-hours": f"{point.gpu_hours:,.1f}",
         "kWh": energy,
     }

@@ -12,6 +12,7 @@ from common import known_issues
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.machine.gpu_stats import FAULTS
 from common.machine.hardware import WHOLE_CARD
+from common.text_tables import number
 from launch.preflight.check_row import CheckRow, Limits, graded, skipped, worst
 from launch.preflight.rank_report import COLLECTIVES, UNITS, RankReport
 
@@ -49,6 +50,18 @@ def judge_presence(
             refuse=visible < count,
         ),
     ]
+
+
+def judge_node(visible: int, usual: int) -> CheckRow:
+    """Judge the number of GPUs without a config. `usual`: number in a whole node, 0 if unknown."""
+    is_short = usual > visible and usual % visible != 0
+    return graded(
+        "GPU count",
+        f"{visible} visible",
+        str(usual if is_short else visible),
+        f"a whole node has {usual}: see the kernel log whether a GPU has fallen off the bus",
+        warn=is_short,
+    )
 
 
 def _per_gpu(
@@ -249,6 +262,18 @@ def judge_self_test(
     return _per_gpu(check, expected, do, ranks, findings, good)
 
 
+def judge_engines(ranks: Sequence[RankReport]) -> list[CheckRow]:
+    """Return a row for each operation: its engine, why, and its times. A problem warns."""
+    expected = "the fastest usable one, or a pinned one"
+    rows = []
+    for operation, choice in ranks[0].engines.items():
+        rows.append(CheckRow(f"engine of {operation}", "ok", choice, expected))
+    if notes := "; ".join(ranks[0].engine_notes):
+        do = "if it repeats, check the folder: without its files, each start takes seconds longer"
+        rows.append(CheckRow("kept times of engines", "warn", notes, "whole and writable", do))
+    return rows
+
+
 def judge_speeds(ranks: Sequence[RankReport], device: str, kind: str) -> list[CheckRow]:
     """Return two rows per measurement: against the host's other GPUs and against EXPECTED.
 
@@ -282,7 +307,7 @@ def judge_speeds(ranks: Sequence[RankReport], device: str, kind: str) -> list[Ch
         if speed is None:
             rows.append(skipped(table, f"{_range(values, unit)}: no reference speed for {kind}"))
         else:
-            expected = f">= {TABLE[0]:.0%} of {speed:g} {unit}"
+            expected = f">= {TABLE[0]:.0%} of {number(speed, 'g')} {unit}"
             references = [speed] * len(values)
             rows.append(_not_slower(table, expected, ranks, name, references, TABLE))
     return rows
@@ -305,7 +330,9 @@ def _not_slower(
         # Round, so that a value that is printed as 5.0 % counts as 5 %.
         slower = 1 - round(rank.speeds[name] / reference, 4)
         verdict = worst(round(slower, 4), (round(1 - limits[0], 4), round(1 - limits[1], 4)))
-        findings.append((verdict, f"{rank.speeds[name]:.4g} {UNITS[name]}, {slower:.1%} slower"))
+        findings.append(
+            (verdict, f"{number(rank.speeds[name], '.4g')} {UNITS[name]}, {slower:.1%} slower")
+        )
     do = (
         "find other programs on this GPU; check its clocks, power and temperature; then reset or "
         "exclude it"
@@ -316,6 +343,6 @@ def _not_slower(
 
 def _range(values: Sequence[float], unit: str) -> str:
     """Return the smallest and the largest value for display, or one if they look the same."""
-    low = f"{min(values):.4g}"
-    high = f"{max(values):.4g}"
+    low = number(min(values), ".4g")
+    high = number(max(values), ".4g")
     return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -13,12 +14,14 @@ from pathlib import Path
 from common import known_issues
 from common.errors import PreflightError
 from common.gpu_kinds import GIB, GpuKind
+from common.machine import network
 from common.machine.hardware import Probe
 from common.machine.host import Host
 from common.packages import OLDEST_TORCH, version_of
 from common.repository import refusal_reasons
 from launch import system_settings, torch_build
 from launch.preflight.check_row import CheckRow, at_least, graded, skipped
+from system_tuning import settings
 
 # Each pair holds the limits below which a row warns and refuses.
 # Available GiB per process. torch and its libraries need 2 to 4 GiB; compilation and pinned batches
@@ -30,6 +33,7 @@ SHM_GIB = (8, 1)
 OPEN_FILES = (1024, 256)  # 8 ranks open a few hundred sockets and shared files
 LOG_GIB = (10, 1)  # free GiB: ten runs write a few hundred MB; traces and stacks need more
 UNLIMITED = resource.RLIM_INFINITY
+IBVERBS = "libibverbs.so.1"  # loaded by NCCL and RCCL, if it is there
 
 
 def judge(
@@ -67,7 +71,10 @@ def judge(
         # need, so the row only warns there.
         value = _limit(host.memlock_bytes)
         is_low = host.memlock_bytes != UNLIMITED
-        do = "ulimit -l unlimited (limits.conf), or --ulimit memlock=-1 for a container"
+        do = (
+            "ulimit -l unlimited (limits.conf), --ulimit memlock=-1 for a container, or in "
+            "Kubernetes LimitMEMLOCK=infinity of the nodes' container runtime"
+        )
         rows.append(
             graded(
                 "memlock limit",
@@ -83,6 +90,41 @@ def judge(
     return [*rows, at_least("open files", files, OPEN_FILES, _limit(host.open_files), "", do)]
 
 
+def judge_rdma(environment: Mapping[str, str], root: Path = Path("/")) -> CheckRow:
+    """Judge whether NCCL and RCCL can use RDMA between nodes. Otherwise they use TCP silently.
+
+    `environment`: the user's variables and the config's [env]. `root`: of the file system.
+    """
+    net = environment.get("NCCL_NET", "")
+    if net and net.lower() not in ("ib", "socket"):
+        return skipped("RDMA", f"NCCL_NET={net}: a plugin is not checked")
+    ports = network.rdma_ports(root)
+    devices = (root / "dev/infiniband").glob("uverbs*")
+    why = ""
+    do = "check the driver of the network cards (ibstat)"
+    if net.lower() == "socket" or environment.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
+        why = "NCCL_NET or NCCL_IB_DISABLE turns it off"
+        do = "unset it"
+    elif not ports:
+        why = "no active port in /sys/class/infiniband"
+    elif not any(os.access(device, os.R_OK | os.W_OK) for device in devices):
+        why = "no /dev/infiniband/uverbs* that this user may open"
+        do = "give it to the user or the container (docs/clusters.md; RDMA_RESOURCE in Kubernetes)"
+    elif not _can_load(IBVERBS):
+        why = f"{IBVERBS} cannot be loaded"
+        do = "install libibverbs and the provider of the cards, in a container: in the image"
+    value = f"{why}: NCCL and RCCL fall back to TCP" if why else f"{len(ports)} active ports"
+    return graded("RDMA", value, "a port that NCCL and RCCL can use", do, warn=bool(why))
+
+
+def _can_load(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
 def _limit(value: int) -> str:
     return "unlimited" if value == UNLIMITED else f"{value:,}"
 
@@ -95,7 +137,7 @@ def judge_system_tuning(root: Path = Path("/")) -> CheckRow:
     advice = system_settings.advice(root)
     return graded(
         "system tuning",
-        advice or f"{len(system_settings.state(root))} settings are as AMD sets them",
+        advice or f"{len(settings.state(root))} settings are as AMD sets them",
         "the values of `system-tuning apply`; effect not measured",
         system_settings.remedy(root),
         warn=bool(advice),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import MISSING, dataclass, fields
 
-from common.config import RunConfig
+from common.config import RunConfig, assignment
 from common.errors import OutOfMemory
 from common.estimate.memory import memory_peak
 from common.gpu_kinds import GIB
@@ -250,11 +250,11 @@ class SearchResult:
                 group = "hardware"
             elif each.name in tuned:
                 group = "tuned"
-            groups[group].append(_assignment(each.name, value) + self._comment(each.name))
+            groups[group].append(assignment(each.name, value) + self._comment(each.name))
         if config.env:
             groups["env"].append("[env]")
         for name, value in config.env.items():
-            groups["env"].append(_assignment(name, value) + self._comment(name))
+            groups["env"].append(assignment(name, value) + self._comment(name))
         return "\n\n".join("\n".join(group) for group in groups.values() if group) + "\n"
 
     def _comment(self, setting: str) -> str:
@@ -270,10 +270,3 @@ class SearchResult:
                     measured = self.cells(each.measurement)["against best"]
                 parts.append(f"{text_of_value(each.value)}: {measured}")
         return f"  # {', '.join(parts)}" if parts else ""
-
-
-def _assignment(name: str, value: object) -> str:
-    """Return the line of TOML that sets `name`."""
-    import tomli_w  # an installed package: see RunConfig.as_toml
-
-    return tomli_w.dumps({name: value}).rstrip("\n")

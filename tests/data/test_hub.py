@@ -156,8 +156,8 @@ def hub():
     server.server_close()
 
 
-OF_LORA = "from llama2_70b_lora import prepare; prepare.WEIGHTS_BYTES = prepare.DATA_BYTES = 1; "
-OF_THE_8B = "from llama31_8b import prepare; prepare.DOWNLOAD_BYTES = 1; "
+OF_LORA = "from llama2_70b_lora import prepare; "
+OF_THE_8B = "from llama31_8b import prepare; "
 
 
 def start(hub, folder, small_blocks=True, program=OF_LORA) -> subprocess.Popen:
@@ -341,19 +341,16 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up(hub, tmp_path):
 
 
 def test_the_failure_of_a_download_is_what_the_command_ends_with(hub, tmp_path):
-    """Also where the files that it did not fetch would not fit."""
     hub.damage = True
-    program = OF_LORA.replace("prepare.DATA_BYTES = 1", "prepare.DATA_BYTES = 10**18")
-    code, err = finish(start(hub, tmp_path, small_blocks=False, program=program))
-    assert code == 15 and "damaged" in err and "are free" not in err, err
+    code, err = finish(start(hub, tmp_path, small_blocks=False))
+    assert code == 15 and "damaged" in err, err
 
 
 def test_what_arrived_is_a_success_though_the_rest_would_not_fit(hub, tmp_path):
-    program = OF_LORA.replace(
-        "prepare.WEIGHTS_BYTES = prepare.DATA_BYTES = 1", "prepare.WEIGHTS_BYTES = 10**18"
-    )
-    code, err = finish(start(hub, tmp_path, small_blocks=False, program=program))
-    assert code == 0 and whole(hub, tmp_path), err
+    larger = "import dataclasses; "
+    larger += "prepare.WEIGHTS = dataclasses.replace(prepare.WEIGHTS, size_bytes=10**18); "
+    code, err = finish(start(hub, tmp_path, small_blocks=False, program=OF_LORA + larger))
+    assert code == 0 and "are free" in err and whole(hub, tmp_path), err
 
 
 def test_a_resumed_download_needs_space_for_the_rest_only(tmp_path, monkeypatch):

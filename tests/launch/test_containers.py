@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -29,7 +30,7 @@ SCRIPTS = [
     "run_with_docker.sh",
     "run.sub",
     "kubernetes_manifest.sh",
-    "launch/container_variables.sh",
+    "launch/install_aiter.sh",
     ".ci/run",
     *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/**/*.sh")),
 ]
@@ -117,12 +118,12 @@ def test_the_image_is_built_by_the_steps_that_ci_runs():
     steps = install_steps("\n".join(instructions()))
     assert steps[0] == f"launch.environment {cli.ALL}" and {
         step.split()[0] for step in steps[1:]
-    } <= {"apt-get"}
+    } <= {"apt-get", "launch.environment"}
 
 
 def test_a_base_without_torch_gets_the_locked_one_only_where_it_is_asked_for():
     """Otherwise a base that lost ROCm's torch would get one for CUDA."""
-    (step,) = [line for line in instructions() if line.startswith("RUN")]
+    step, _ = [line for line in instructions() if line.startswith("RUN")]
     asked, _, otherwise = step.partition(" fi;")
     assert (
         'if [ "$TORCH" = cuda ]' in asked
@@ -136,6 +137,67 @@ def test_a_base_without_torch_gets_the_locked_one_only_where_it_is_asked_for():
         re.MULTILINE,
     )
     assert base, "a devel image: Triton needs a C compiler"
+
+
+STUB_GIT = """#!/bin/sh
+for last; do :; done
+[ "$FAIL" = fetch ] && exit 128
+printf '[build-system]\\nrequires = ["ninja"]\\n' > "$last/pyproject.toml"
+"""
+STUB_PYTHON = """#!/bin/sh
+case "$*" in
+    "-m pip"*--requirement*) [ "$FAIL" != needs ] ;;
+    "-m pip"*) [ "$FAIL" = package ] && exit 1; touch "$STATE/installed" ;;
+    "-c import numpy"*) if [ "$FAIL" = keep ] && [ -e "$STATE/installed" ]; then echo 2; fi ;;
+    "- "*module_fmha_v3_bwd) [ "$FAIL" != compile ] ;;
+    "-c import torch, module_fmha_v3_fwd") [ "$FAIL" != load ] ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        ("", ""),
+        ("fetch", "fetch the tag v9"),
+        ("needs", "what AITER's build needs"),
+        ("package", "install the package amd-aiter"),
+        ("keep", "keep the image's numpy, torch and triton"),
+        ("compile", "compile module_fmha_v3_bwd"),
+        ("load", "load the compiled module_fmha_v3_fwd"),
+    ],
+)
+def test_a_failed_step_of_aiter_ends_with_a_line_that_names_the_argument(tmp_path, fail, words):
+    for name, script in (("git", STUB_GIT), ("python", STUB_PYTHON)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    modules = tmp_path / "modules"
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/install_aiter.sh"), "v9", str(tmp_path / "python")],
+        env=environment(
+            PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            AITER_JIT_DIR=modules,
+            TMPDIR=tmp_path,
+            STATE=tmp_path,
+            FAIL=fail,
+        ),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode != 0) == bool(fail), done.stderr
+    assert not list(tmp_path.glob("tmp.*")), "the sources are removed"
+    if fail:
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("error: --build-arg AITER=v9: could not") and words in last
+    else:
+        assert [path.name for path in modules.iterdir()] == ["build"]
+
+
+def test_the_image_has_no_aiter_unless_it_is_asked_for():
+    lines = instructions()
+    assert "ARG AITER=" in lines and "ENV AITER_JIT_DIR=${AITER:+/opt/aiter}" in lines
+    (step,) = [line for line in lines if "install_aiter" in line]
+    assert step.startswith('RUN if [ -n "$AITER" ]')
 
 
 def test_the_image_has_a_pinned_base_an_ordinary_user_and_nothing_foreign():
@@ -326,37 +388,83 @@ def test_no_more_rights_than_needed(vendor, engine):
     assert "Us" not in words, "values are not for everybody's eyes"
 
 
-# Variables of docs/settings.md that users set for the host or for its container engine, and paths
-# that exist on the host only.
-OF_THE_HOST = {
-    "CONTAINER_ENGINE",
-    "CONTAINER_OPTIONS",
-    "GPU_VENDOR",
-    "JOB_NAME",
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "CC",
-    "PIP_FIND_LINKS",
-    "PIP_INDEX_URL",
-    "XDG_CACHE_HOME",
-    "QUACK_CACHE_DIR",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
-    "CUDNN_HOME",
-}
+def names_in(text: str) -> set[str]:
+    return set(text.split())
+
+
+# Variables that containers got before the table of common/variables.py, and one of each prefix.
+IN_KUBERNETES = names_in(
+    """
+    SEED NEXP DATADIR MODEL LOGDIR DGXSYSTEM DGXNGPU GPU_KIND ATTENTION_ENGINE MATMUL_ENGINE
+    SWIGLU_ENGINE ZERO_STREAM_PRIORITY ALLOW_KNOWN_ISSUES NO_COLOR RUN_QUIET OMP_WAIT_POLICY
+    GPU_MAX_HW_QUEUES WANDB_PROJECT MLFLOW_EXPERIMENT_NAME MLFLOW_TRACKING_URI TRACKIO_PROJECT
+    FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED MLPERF_SUBMISSION_ORG MLPERF_SUBMISSION_PLATFORM
+    MLPERF_SUBMISSION_STATUS MLPERF_SUBMISSION_MISSPELLED NCCL_IB_HCA NCCL_SOCKET_IFNAME
+    NCCL_TOPO_FILE NCCL_DEBUG RCCL_MSCCL_ENABLE GLOO_SOCKET_IFNAME TORCH_NCCL_TRACE_BUFFER_SIZE
+    TORCH_NCCL_DEBUG_INFO_TEMP_FILE TORCH_FR_BUFFER_SIZE TORCH_ROCM_FA_PREFER_CK PYTORCH_ALLOC_CONF
+    PYTORCH_TUNABLEOP_FILENAME HSA_NO_SCRATCH_RECLAIM HSA_TOOLS_PATH HSA_OVERRIDE_GFX_VERSION
+    AMDGCN_USE_BUFFER_OPS HIPBLASLT_WORKSPACE_SIZE HIPBLASLT_TUNING_FILE NCCL_VERSION
+    """
+)
+IN_DOCKER = IN_KUBERNETES | names_in(
+    """
+    CONT CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES MASTER_ADDR MASTER_PORT
+    NODE_RANK
+    """
+)
+NEW = names_in(
+    """
+    NVTE_FUSED_ATTN AITER_LOG_LEVEL TRITON_F32_DEFAULT HIP_FORCE_DEV_KERNARG QUACK_DEBUG
+    CUDA_DEVICE_MAX_CONNECTIONS CUBLAS_WORKSPACE_CONFIG CUDNN_LOGLEVEL_DBG FLASH_ATTENTION_X
+    TORCH_BLAS_PREFER_HIPBLASLT
+    """
+)
+# Of the host, of its container engine, secrets, and what nobody knows.
+OF_THE_HOST = names_in(
+    """
+    CONTAINER_ENGINE CONTAINER_OPTIONS GPU_VENDOR JOB_NAME PATH LD_LIBRARY_PATH PYTHONPATH CC
+    RDMA_RESOURCE
+    PIP_FIND_LINKS PIP_INDEX_URL XDG_CACHE_HOME QUACK_CACHE_DIR CUDNN_HOME TRITON_CACHE_DIR
+    FLASH_ATTENTION_CUTE_DSL_CACHE_DIR CUDA_HOME CUDA_PATH HIP_PATH TORCH_HOME CUDA_VERSION
+    AITER_JIT_DIR TORCHINDUCTOR_CACHE_DIR HF_TOKEN WANDB_API_KEY TRITON_API_KEY NVTE_SECRET
+    MY_NCCL_ALGO OMP_NUM_THREADS
+    """
+)
+
+
+def settable(tmp_path, names) -> dict[str, str]:
+    """A value for each name that the scripts accept. PATH and the engine keep theirs."""
+    values = dict.fromkeys(names - {"PATH", "CONTAINER_ENGINE", "CONTAINER_OPTIONS"}, "1")
+    values |= {name: str(tmp_path) for name in ("DATADIR", "MODEL", "LOGDIR")}
+    return values | {"GPU_VENDOR": "amd", "DGXSYSTEM": "MI355X_1x8", "CONT": "image:1"}
 
 
 def test_a_user_s_variables_reach_the_container(tmp_path):
-    table = (ROOT / "docs/settings.md").read_text()
-    wanted = set(re.findall(r"^\| `(\w+)` \| user", table, re.MULTILINE)) - OF_THE_HOST
-    assert {"ATTENTION_ENGINE", "ALLOW_KNOWN_ISSUES", "TORCH_ROCM_FA_PREFER_CK"} <= wanted
-    tuning = {"AMDGCN_USE_BUFFER_OPS", "HSA_NO_SCRATCH_RECLAIM", "NCCL_IB_HCA"}
-    values = dict.fromkeys(wanted | tuning | {"HF_TOKEN"}, "1")
-    values |= {name: tmp_path for name in ("DATADIR", "MODEL", "LOGDIR")}
-    words = container("amd", "docker", **values)
-    names = {words[i + 1] for i, word in enumerate(words) if word == "--env"}
-    assert wanted | tuning <= names
-    assert not names & (OF_THE_HOST | {"HF_TOKEN"})
+    values = settable(tmp_path, IN_DOCKER | NEW | OF_THE_HOST)
+    for empty in ({}, {"NCCL_IB_HCA": ""}):
+        words = printed("llama31_8b", CONTAINER_ENGINE="docker", **values | empty)
+        names = {words[i + 1] for i, word in enumerate(words) if word == "--env"}
+        assert names == (IN_DOCKER | NEW) - empty.keys()
+
+
+def test_a_user_s_variables_reach_the_pod(tmp_path):
+    job = manifest(**settable(tmp_path, IN_DOCKER | NEW | OF_THE_HOST))
+    (launcher,) = job["spec"]["template"]["spec"]["containers"]
+    assert {each["name"] for each in launcher["env"]} == IN_KUBERNETES | NEW
+
+
+@pytest.mark.parametrize("script", ["run_with_docker.sh", "kubernetes_manifest.sh"])
+def test_a_host_without_python_is_told(script, tmp_path):
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (tmp_path / "python3").chmod(0o755)
+    values = settable(tmp_path, IN_DOCKER) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [str(ROOT / script), *(["--print"] * (script == "run_with_docker.sh")), "llama31_8b"],
+        env=environment(**values, CONTAINER_ENGINE="docker"),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "") and "Python 3.8" in done.stderr
 
 
 def test_print_behind_the_benchmark_is_that_of_the_launcher():
@@ -451,14 +559,37 @@ def test_a_kubernetes_job_set_of_two_nodes():
     assert (spec["completions"], spec["completionMode"]) == (2, "Indexed")
     (launcher,) = spec["template"]["spec"]["containers"]
     assert launcher["resources"]["limits"] == {"amd.com/gpu": 8}
+    assert launcher["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     values = {each["name"]: each.get("value", each.get("valueFrom")) for each in launcher["env"]}
     assert values["MASTER_ADDR"] == "llama-training-node-0-0.llama-training"
     assert "job-completion-index" in str(values["NODE_RANK"])
 
 
+def test_pods_of_several_nodes_get_rdma_and_may_lock_memory():
+    for name, nodes in (("rdma/hca", 2), ("nvidia.com/hostdev", 4)):
+        job_set = manifest(DGXSYSTEM=f"MI355X_{nodes}x8", RDMA_RESOURCE=f"{name}:8")
+        (replicated,) = job_set["spec"]["replicatedJobs"]
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}}
+        kubernetes_validate.validate(job | replicated["template"], KUBERNETES, strict=True)
+        (launcher,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+        assert launcher["resources"]["limits"] == {"amd.com/gpu": 8, name: 8}
+        assert launcher["securityContext"] == {
+            "runAsUser": 0,  # Linux takes added capabilities from other users
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+        }
+    job = manifest(DGXSYSTEM="MI355X_1x8", RDMA_RESOURCE="rdma/hca:8")
+    (launcher,) = job["spec"]["template"]["spec"]["containers"]
+    assert launcher["resources"]["limits"] == {"amd.com/gpu": 8}
+    assert "add" not in launcher["securityContext"]["capabilities"]
+
+
 @pytest.mark.parametrize(
     "variables",
     [
+        {"RDMA_RESOURCE": "rdma/hca", "DGXSYSTEM": "H200_2x8"},
+        {"RDMA_RESOURCE": "rdma/hca:0", "DGXSYSTEM": "H200_2x8"},
+        {"RDMA_RESOURCE": 'a"b:1', "DGXSYSTEM": "H200_2x8"},
         {"DGXSYSTEM": "H200"},
         {"CONT": ""},
         {"DATADIR": "data"},
@@ -502,6 +633,7 @@ def test_what_cannot_be_run(tmp_path, arguments, variables, words):
 
 
 def test_an_engine_that_is_not_installed_is_named(tmp_path):
+    (tmp_path / "python3").symlink_to(sys.executable)
     for name in ("bash", "basename", "date", "dirname", "id", "mkdir", "readlink", "sort", "stat"):
         (tmp_path / name).symlink_to(shutil.which(name))
     known = {"GPU_VENDOR": "none", "CONTAINER_ENGINE": "podman", "LOGDIR": tmp_path / "out"}
@@ -617,7 +749,7 @@ def slurm(tmp_path, *arguments):
     """run.sub within a job of two nodes, with stand-ins for Slurm's commands."""
     for name, text in {
         "scontrol": "printf 'n07\\nn11\\n'",
-        "srun": 'echo "$MASTER_ADDR $MASTER_PORT $*"; exit 14',
+        "srun": 'echo "$MASTER_ADDR $MASTER_PORT $* NODE_RANK=$NODE_RANK"; exit 14',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -626,6 +758,7 @@ def slurm(tmp_path, *arguments):
         "SLURM_JOB_NODELIST": "n[07,11]",
         "SLURM_SUBMIT_DIR": ROOT,
         "LOGDIR": tmp_path,
+        "NODE_RANK": 0,  # left from a start by hand
     }
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -641,6 +774,7 @@ def test_the_first_host_is_node_0_and_the_exit_code_is_sruns(tmp_path):
     assert done.returncode == 14 and done.stdout.startswith("n07 30190 --ntasks-per-node=1"), (
         done.stderr
     )
+    assert done.stdout.endswith("NODE_RANK=\n"), "else all nodes would be node 0"
 
 
 def test_slurm_needs_a_job(tmp_path):

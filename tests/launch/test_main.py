@@ -105,6 +105,42 @@ def test_a_good_run(project_with_torchrun, tmp_path):
     assert "CPU_1x1.toml" in out
 
 
+def test_versions_json_records_the_variables_that_settings_md_promises(project, tmp_path):
+    """And no other variable, such as a token."""
+    recorded = {}
+    others = {"HF_TOKEN": "hf_secret", "NVTE_TOKEN": "hf_secret"}
+    for line in (ROOT / "docs/settings.md").read_text().splitlines():
+        cells = [cell.strip().strip("`") for cell in line.split("|")][1:-1]
+        if len(cells) != 7 or not cells[1].startswith("user"):
+            continue
+        name = cells[0].replace("*", "EXAMPLE")
+        if cells[3] == "yes":
+            recorded[name] = f"value of {name}"
+        elif name.startswith(("CONT", "JOB_NAME", "MLFLOW", "WANDB", "MLPERF_SUBMISSION_ORG")):
+            others[name] = "hf_secret"
+    assert len(recorded) > 40 and len(others) > 8
+    recorded |= {"ATTENTION_ENGINE": "sdpa", "MATMUL_ENGINE": "torch", "SWIGLU_ENGINE": "kernel"}
+    recorded |= {"GPU_KIND": "H200", "ZERO_STREAM_PRIORITY": "0"}
+    recorded |= {"NCCL_DEBUG_FILE": "/f", "TRITON_CACHE_DIR": "/t"}
+    recorded |= {name: "-1" for name in recorded if name.endswith("_VISIBLE_DEVICES")}
+    code, _, err = finish(launch(project, tmp_path, TOY="good", **recorded, **others))
+    assert code == 0, err
+    text = (only_run(tmp_path) / "versions.json").read_text()
+    variables = json.loads(text)["variables"]
+    # The launcher adds the checkout to PYTHONPATH, and a config's [env] takes precedence.
+    assert "value of PYTHONPATH" in variables.pop("PYTHONPATH")
+    assert variables.pop("OMP_WAIT_POLICY") == "PASSIVE"
+    assert (
+        variables.items()
+        >= {
+            name: value
+            for name, value in recorded.items()
+            if name not in ("PYTHONPATH", "OMP_WAIT_POLICY")
+        }.items()
+    )
+    assert "hf_secret" not in text
+
+
 def test_a_killed_rank(project_with_torchrun, tmp_path):
     code, out, err = finish(launch(project_with_torchrun, tmp_path, TOY="kill"))
     failure = json.loads((only_run(tmp_path) / "failure.json").read_text())

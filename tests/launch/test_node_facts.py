@@ -9,14 +9,6 @@ MI300X = Device("AMD Instinct MI300X", "gfx942", 192 << 30, 304)
 
 
 @pytest.mark.quick
-def test_variables_that_belong_to_one_node_are_not_compared():
-    of_all = ["HSA_NO_SCRATCH_RECLAIM", "NCCL_ALGO", "PYTORCH_CUDA_ALLOC_CONF", "RCCL_MSCCL_ENABLE"]
-    of_one_node = ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG_FILE"]
-    others = ["HOME", "WANDB_API_KEY", "CUDA_VISIBLE_DEVICES", "MATMUL_ENGINE", "MY_NCCL_ALGO"]
-    assert node_facts.compared([*others, *of_one_node, *reversed(of_all)]) == of_all
-
-
-@pytest.mark.quick
 def test_a_missing_gpu_another_driver_and_another_variable_are_differences():
     eight = node_facts.machine_facts(Probe("amd", (MI300X,) * 8, "6.12"), {"NCCL_ALGO": "Ring"})
     seven = node_facts.machine_facts(Probe("amd", (MI300X,) * 7, "6.10"), {})

@@ -4,17 +4,22 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
+from unittest import mock
 
 import pytest
+from jobs import job_of
 from probes import H200X4
 
 from common import repository
 from common.config import load
 from common.engines import ENGINES
-from common.errors import StorageError
+from common.errors import Hang, StorageError
 from common.paths import ROOT
-from launch import run_directory
-from llama31_8b.rules import Config
+from common.records.run_record import RunRecord
+from launch import run, run_directory
+from launch.job import Job
+from llama31_8b.rules import CLOSED, Config
 from throughput import result
 
 pytestmark = pytest.mark.quick
@@ -75,6 +80,24 @@ def test_a_clean_commit_and_a_name_can_be_submitted(checkout):
     assert "MLPERF_SUBMISSION_ORG" in missing
 
 
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://me:secret@github.com/Us/code.git", "github.com/Us/code"),
+        ("git@github.com:Us/code.git", "github.com/Us/code"),
+        ("ssh://git@git.us.example:2222/team/code/", "git.us.example/team/code"),
+        ("/home/me/code.git", None),
+        ("../code", None),
+        ("file:///home/me/code", None),
+    ],
+)
+def test_a_remote_is_named_without_user_and_password(checkout, address, name):
+    assert repository.remote_name(checkout) is None
+    command = ["git", "-C", str(checkout), "remote", "add", "origin", address]
+    subprocess.run(command, check=True)
+    assert repository.remote_name(checkout) == name
+
+
 def test_what_runs_leave_in_the_checkout_makes_it_no_other_code(checkout):
     shutil.copy(ROOT / ".gitignore", checkout / ".git/info/exclude")
     for name in ("nohup.out", "slurm-17.out", ".venv.lock"):
@@ -101,3 +124,34 @@ def test_a_checkout_of_another_user_is_a_doubt(checkout, monkeypatch):
     os.chown(checkout, 65534, 65534)
     (foreign,) = repository.refusal_reasons(checkout, NAMED)
     assert "commit" in foreign and "another user" in foreign
+
+
+def test_a_run_whose_clock_does_not_start_in_time_is_ended(tmp_path, monkeypatch):
+    """The initialization writes init_start and then takes too long."""
+    job = job_of("llama31_8b", ROOT / "configs/llama31_8b/H200_1x4.toml", tmp_path)
+    run_dir = run_directory.fill(tmp_path / "run")
+    log = run_dir / "result.txt"
+    wait = f"echo '\"init_start\"' > {log}; exec sleep 60"
+    monkeypatch.setattr(run, "trainer_command", lambda *_: ["bash", "-c", wait])
+    monkeypatch.setattr(run, "trainer_environment", lambda *_: {"PATH": os.environ["PATH"]})
+    monkeypatch.setattr(Job, "rules", replace(CLOSED, init_limit_s=0.6))
+    nodes = mock.Mock(lost={}, failed=False)
+    nodes.poll.return_value = False
+    ending, error = run._train(job, nodes, run_dir, 1, "no")
+    assert ending.stopped and isinstance(error, Hang) and "initialization" in error.what
+    judged, _ = run.judge(job, nodes, run_dir, ending, error, RunRecord(log))
+    assert judged is error and json.loads((run_dir / "failure.json").read_text())["exit_code"] == 13
+
+
+@pytest.mark.parametrize(("keys", "late"), [("", False), ("init", True), ("init run", False)])
+def test_the_clock_is_late_only_between_init_start_and_run_start(tmp_path, keys, late):
+    now = mock.Mock(return_value=0.0)
+    log = tmp_path / "result.txt"
+    watch = run_directory.ClockWatch(log, 1800.0, now)
+    assert watch.late() is None, "there is no log yet"
+    log.write_text("".join(f'"{key}_start"' for key in keys.split()))
+    assert watch.late() is None
+    now.return_value = 1800.0
+    assert watch.late() is None
+    now.return_value = 1801.0
+    assert (watch.late() is not None) == late

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import http.server
 import io
 import json
 import os
@@ -10,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +26,7 @@ from common.data.gpt_dataset import TrainData, sequences_in, validation_tokens
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.manifest import Manifest, PairFacts
-from common.errors import DataError, PreflightError, StorageError
+from common.errors import DataError, StorageError
 from common.paths import ROOT
 from common.terminal import print_stderr
 from llama31_8b import convert, prepare
@@ -206,6 +209,8 @@ def test_convert_of_plain_text_makes_a_document_of_each_block(built, tmp_path, m
 
 KILLED = """
 import os, signal, sys
+from dataclasses import replace
+from dataclasses import replace
 from pathlib import Path
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from llama31_8b import convert
@@ -458,25 +463,95 @@ def test_a_broken_manifest_is_refused(tmp_path, content):
 # ---- fetch, and what all share
 
 
-def test_fetch_downloads_nothing_and_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare, "DOWNLOAD_BYTES", 1)
+class Storage(http.server.BaseHTTPRequestHandler):
+    """A storage whose path names the status of its answer. /cut ends the connection."""
+
+    def do_HEAD(self):
+        self.server.asked.append((self.command, self.path))
+        if self.path == "/cut":
+            return
+        self.send_response(int(self.path[1:]))
+        self.send_header("Location", "/200")
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def storage(monkeypatch):
+    """Return a function that points `fetch` to a path of a local server, which it returns."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Storage) as server:
+        server.asked = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def point(path):
+            url = f"http://127.0.0.1:{server.server_port}/{path}"
+            monkeypatch.setattr(prepare, "DATA_URI", url)
+            return server
+
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        yield point
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "other"),
+    [
+        ("200", ("needs no login",), "browser"),
+        ("302", ("HTTP 302", "needs a login", "browser", "-s"), "unknown"),
+        ("403", ("HTTP 403", "needs a login", "browser"), "unknown"),
+        ("500", ("HTTP 500", "unknown whether", "If it needs a login"), "needs no login"),
+        ("cut", ("did not answer", "unknown whether", "browser"), "needs no login"),
+    ],
+)
+def test_fetch_asks_the_storage_once_whether_it_needs_a_login(
+    tmp_path, monkeypatch, capsys, storage, path, words, other
+):
+    monkeypatch.setattr(prepare, "DATA", replace(prepare.DATA, size_bytes=1))
+    server = storage(path)
+    assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == 0
+    assert server.asked == [("HEAD", f"/{path}")], "one request, and no redirect is followed"
+    said = capsys.readouterr().err
+    assert all(word in said for word in words) and other not in said
+
+
+def test_fetch_without_a_network_prints_the_steps(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "DATA", replace(prepare.DATA, size_bytes=1))
+    monkeypatch.setattr(prepare, "DATA_URI", "http://127.0.0.1:9/x")
+    assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == 0
+    said = capsys.readouterr().err
+    assert "did not answer" in said and "mlc-r2-downloader.sh -d" in said
+
+
+def test_fetch_downloads_nothing_and_says_so(tmp_path, monkeypatch, capsys, storage):
+    storage("200")
+    monkeypatch.setattr(prepare, "DATA", replace(prepare.DATA, size_bytes=1))
     assert prepare.main(["fetch", "--data-dir", str(tmp_path / "new")]) == 0
     err = capsys.readouterr().err
     assert (
-        "downloaded" in err and prepare.DATA_URI in err and "| bash" not in err and "<(" not in err
+        "downloaded" in err
+        and "preprocessed-c4-dataset.uri" in err
+        and "| bash" not in err
+        and "<(" not in err
     )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fetch_checks_the_free_space_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare, "DOWNLOAD_BYTES", 10**18)
-    assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == PreflightError.exit_code
+def test_fetch_only_warns_of_too_little_space(tmp_path, monkeypatch, capsys, storage):
+    storage("200")
+    monkeypatch.setattr(prepare, "DATA", replace(prepare.DATA, size_bytes=10**18))
+    assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == 0
     assert "needs 1000000000 GB" in capsys.readouterr().err
 
 
-def test_fetch_recognizes_complete_data(tmp_path, capsys):
+def test_fetch_recognizes_complete_data(tmp_path, capsys, storage):
+    server = storage("200")
     closed_like(tmp_path, 1, 1)
     assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == 0
+    assert server.asked == []
     assert "four files" in capsys.readouterr().err
 
 

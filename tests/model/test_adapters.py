@@ -70,4 +70,7 @@ def test_lora_a_starts_as_kaiming_uniform_and_lora_b_as_zero():
 
 def test_adapter_parameters_and_flops_of_the_70b():
     assert LLAMA2_70B.lora_parameters(16) == 44_564_480
-    assert LLAMA2_70B.lora_flops_per_token(8192, 16) == pytest.approx(307.33e9, rel=1e-5)
+    flops = LLAMA2_70B.training_flops(8192, 16)
+    assert flops.total == pytest.approx(307.33e9, rel=1e-5)
+    # Head, adapters, attention.
+    assert flops.others == 4 * 32_000 * 8192 + 6 * 44_564_480 + 6 * 80 * 8192 * 8192

@@ -354,8 +354,10 @@ def test_the_arithmetic_of_the_8b_model_is_51_47_gflop_per_token():
     assert (
         LLAMA31_8B.matmul_parameters == 8_030_261_248 - 128_256 * 4096 - 65 * 4096 == 7_504_658_432
     )
-    assert LLAMA31_8B.training_flops_per_token(8192) == 6 * 7_504_658_432 + 6 * 32 * 8192 * 4096
-    assert round(LLAMA31_8B.training_flops_per_token(8192) / 1e9, 2) == 51.47
+    flops = LLAMA31_8B.training_flops(8192)
+    assert flops.total == 6 * 7_504_658_432 + 6 * 32 * 8192 * 4096
+    assert flops.others == 6 * 128_256 * 4096 + 6 * 32 * 8192 * 4096, "head and attention"
+    assert round(flops.total / 1e9, 2) == 51.47
 
 
 def test_heads_that_do_not_divide_are_refused():

@@ -133,7 +133,7 @@ def test_tokens_per_second_count_text_and_mfu_counts_padding(folder, tmp_path):
     events = [json.loads(line) for line in (log.parent / "events.jsonl").open()]
     (step, *_) = (event for event in events if "tokens_per_s_per_gpu" in event)
     assert step["padding"] == 0.75
-    flops_per_token = rules_of(load(log.parent / "config.toml", Config)).flops_per_token
+    flops_per_token = rules_of(load(log.parent / "config.toml", Config)).training_flops.total
     positions_per_s = step["tflops_per_gpu"] * 1e12 / flops_per_token
     assert step["tokens_per_s_per_gpu"] == pytest.approx(positions_per_s / 4)
     assert "75.0%" in (log.parent / "report.html").read_text()

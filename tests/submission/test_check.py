@@ -27,7 +27,7 @@ from common.command_line import PIPE_CLOSED
 from common.errors import PreflightError, StorageError
 from common.paths import ROOT
 from submission import check, official_tools, score
-from submission.examined_log import examine
+from submission.examined_log import CLEAN, examine, verdict_of
 from submission.log_rules import DISCLOSURE_KEYS
 
 pytestmark = pytest.mark.quick
@@ -258,13 +258,21 @@ def test_folders_and_several_logs(tmp_path, capsys):
     output = capsys.readouterr().out
     assert (
         output.count("  CLEAN") == 2
-        and output.count("NOT CLEAN") == 1
+        and output.count("NOT CLEAN: ") == 1
         and "3 logs: 2 clean, 0 accepted, 1 not clean" in output
     )
     other.write_bytes(gzip.compress(b"x"))
     assert check.main([str(tmp_path)]) == 2  # the others are still looked at
     said = capsys.readouterr()
     assert "compressed (gzip)" in said.err and said.out.count("  CLEAN") == 2
+
+
+def test_a_power_folder_is_named_as_unchecked(tmp_path, capsys):
+    dialect(tmp_path / "result_0.txt", "srun")
+    (tmp_path / "power").mkdir()
+    check.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'power'} is not checked" in out and "By hand" in out
 
 
 def test_logs_in_linked_folders_are_found_once(tmp_path, capsys):
@@ -424,9 +432,25 @@ def test_a_misnamed_disclosure_key_gets_the_nearest_name(tmp_path):
         for finding in examine(path, project_root=None).findings
         if finding.rule == "disclosure"
     ]
-    assert any(
-        "tensor_paralelism" in message and "tensor_parallelism" in message for message in messages
-    )
+    assert len(messages) == 1
+    assert "tensor_paralelism" in messages[0] and "tensor_parallelism" in messages[0]
+
+
+def test_disclosure_keys_that_the_round_does_not_require_are_notes(tmp_path):
+    """Primus logged the precision of v6.0 under another name, and not that of the others."""
+
+    def spoil(log):
+        log[find(log, "lowest_numerical_precision_in_linear")]["key"] = (
+            "lowest_numerical_precision_linear"
+        )
+        missing = ("lowest_numerical_precision_in_attn", "lowest_numerical_precision_in_comm")
+        log[:] = dated([row for row in log if row["key"] not in missing], "2026-05-01")
+
+    examined = examine(dialect(tmp_path / "result_0.txt", "srun", LORA, spoil), project_root=None)
+    assert examined.verdict.rules == "6.0.0" and verdict_of(examined.findings) == CLEAN
+    listing, hint = (finding.message for finding in examined.findings)
+    assert all(f"lowest_numerical_precision_in_{each}" in listing for each in ("attn", "comm"))
+    assert "did you mean lowest_numerical_precision_in_linear" in hint
 
 
 def test_a_closed_pipe_is_no_traceback(tmp_path):

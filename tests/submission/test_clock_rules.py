@@ -1,5 +1,6 @@
 """Rules about the clock, and about a result set as a whole, on logs of others and of ours."""
 
+import json
 import re
 
 import pytest
@@ -16,7 +17,7 @@ from synthetic_run import (
     write_records,
 )
 
-from submission import check, result_set
+from submission import check, official_tools, result_set
 from submission.examined_log import examine
 
 pytest.importorskip("mlperf_logging")
@@ -88,20 +89,37 @@ def test_lines_within_a_second_of_each_other_are_no_break(tmp_path):
     assert found(of_others(tmp_path, change)) == {}
 
 
-@pytest.mark.parametrize(
-    ("late_s", "ours", "expected"), [(60, None, None), (61, None, "warning"), (61, True, "error")]
-)
-def test_a_pause_before_the_clock(tmp_path, late_s, ours, expected):
+def later_start(late_s):
+    """Move run_start, and all after it, to `late_s` seconds after init_stop."""
+
     def change(log):
         begin = find(log, "run_start")
+        moved_ms = log[find(log, "init_stop")]["time_ms"] + late_s * 1000 - log[begin]["time_ms"]
         for record in log[begin:]:
-            record["time_ms"] += late_s * 1000 - (
-                log[begin]["time_ms"] - log[find(log, "init_stop")]["time_ms"]
-                if record is log[begin]
-                else 0
-            )
+            record["time_ms"] += moved_ms
 
-    assert found(of_others(tmp_path, change), ours).get("late_start") == expected
+    return change
+
+
+@pytest.mark.parametrize(("late_s", "expected"), [(60, None), (61, "note"), (1700, "note")])
+@pytest.mark.parametrize("ours", [None, True])
+def test_a_pause_before_the_clock_is_a_note(tmp_path, late_s, ours, expected):
+    severities = found(of_others(tmp_path, later_start(late_s)), ours)
+    assert severities.get("pause") == expected and "late_start" not in severities
+
+
+def test_the_initialization_ends_with_the_start_of_the_clock(tmp_path):
+    """init_stop alone is within the 30 minutes, which is all that the official checker tests."""
+
+    def change(log):
+        stop = find(log, "init_stop")
+        for record in log[stop:]:
+            record["time_ms"] += 1_799_000
+        later_start(2)(log)
+
+    path = of_others(tmp_path, change)
+    assert found(path) == {"late_start": "error"} and found(path, True)["late_start"] == "error"
+    assert check.main([str(path)]) == 20
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
@@ -184,17 +202,151 @@ def test_equal_seeds_and_a_wrong_number_of_logs_fail_the_set(tmp_path, capsys):
     assert check.main([str(folder / "result_0.txt")]) == 0, "a log by name is no set"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("global_batch_size", 16), ("submission_benchmark", "llama31_8b")]
-)
-def test_a_set_of_two_benchmarks_or_batches_fails(tmp_path, capsys, key, value):
-    folder = write_set(tmp_path / "set", range(10))
-    log = records(folder / "result_4.txt")
-    log[find(log, key)]["value"] = value
-    write_records(folder / "result_4.txt", log)
+def change_log(folder, number, change):
+    path = folder / f"result_{number}.txt"
+    log = records(path)
+    change(log)
+    write_records(path, log)
+
+
+def set_findings(folder):
     examined = [examine(path, project_root=None) for path in sorted(folder.glob("result_*.txt"))]
-    (finding,) = result_set.findings(examined)
-    assert key in finding.message
+    return result_set.findings(examined)
+
+
+def put(key, value):
+    return lambda log: log[find(log, key)].update(value=value)
+
+
+DIFFERENT = [
+    ("global_batch_size", 16, "error"),
+    ("submission_benchmark", "llama31_8b", "error"),
+    ("opt_base_learning_rate", 1e-4, "error"),
+    ("gradient_accumulation_steps", 2, "error"),
+    ("lowest_numerical_precision_in_linear", "fp8", "error"),
+    ("config_filename", "other.sh", "error"),
+    ("submission_platform", "another system", "warning"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "severity"), DIFFERENT)
+def test_logs_of_a_set_that_differ_are_found(tmp_path, key, value, severity):
+    folder = write_set(tmp_path / "set", range(10))
+    change_log(folder, 4, put(key, value))
+    (finding,) = set_findings(folder)
+    assert (finding.rule, finding.severity) == ("different", severity)
+    assert key in finding.message and "result_4.txt" in finding.message
+
+
+def miss(log):
+    log[find(log, "eval_accuracy", 3)]["value"] = 1.0
+    log[find(log, "run_stop")]["metadata"]["status"] = "aborted"
+
+
+def never_end(log):
+    del log[find(log, "run_stop") :]
+
+
+def name_no_organization(log):
+    log.pop(find(log, "submission_org"))
+
+
+@pytest.mark.parametrize("fail", [miss, never_end, name_no_organization])
+def test_one_of_ten_runs_may_fail(tmp_path, capsys, fail):
+    folder = write_set(tmp_path / "set", range(10))
+    change_log(folder, 3, fail)
+    assert check.main([str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 10" in out and "not converged" in out and "(result_3.txt)" in out
+    assert check.main([str(folder / "result_3.txt")]) == 20, "alone, it is no result"
+    capsys.readouterr()
+    change_log(folder, 5, fail)
+    assert check.main([str(folder), "--json"]) == 20
+    verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert verdict["verdict"] == "NOT CLEAN"
+    assert verdict["not_converged"] == ["result_3.txt", "result_5.txt"]
+
+
+def test_a_run_that_the_official_tools_count_may_break_no_rule(tmp_path):
+    folder = write_set(tmp_path / "set", range(10))
+    change_log(folder, 3, put("lora_alpha", 64))
+    assert check.main([str(folder)]) == 20
+
+
+def refused_by_seed_checker(folder):
+    """Return whether the official seed checker refuses the logs in `folder`."""
+    from mlperf_logging.package_checker.seed_checker import SeedChecker
+
+    checker = SeedChecker("6.1.0")
+    with official_tools.silent():
+        return bool(checker._assert_unique_seed_per_run(sorted(folder.glob("result_*.txt"))))
+
+
+@pytest.mark.parametrize("seeds", [(5, 5.0), (5, 5.9), (1, True), ("5", 5), (5, "x"), (5, 6.9)])
+def test_seeds_are_compared_as_the_seed_checker_compares_them(tmp_path, seeds):
+    folder = write_set(tmp_path / "set", [*range(100, 108), *seeds])
+    refused = [finding for finding in set_findings(folder) if finding.rule == "seed"]
+    assert bool(refused) == refused_by_seed_checker(folder) == (seeds != (5, 6.9))
+
+
+@pytest.mark.parametrize("spoil", ["each rank", "no seed", "two line numbers"])
+def test_one_log_that_the_seed_checker_refuses_fails_the_set(tmp_path, spoil):
+    def change(log):
+        index = find(log, "seed")
+        if spoil == "each rank":
+            log[index:index] = [log[index]] * 7
+        elif spoil == "no seed":
+            log.pop(index)
+        else:
+            log[index]["metadata"]["lineno"] = [1, 2]
+
+    folder = write_set(tmp_path / "set", range(10))
+    change_log(folder, 3, change)
+    if spoil != "two line numbers":  # there it crashes
+        assert refused_by_seed_checker(folder)
+    (finding,) = set_findings(folder)
+    assert finding.rule == "seed" and "result_3.txt" in finding.message
+    assert check.main([str(folder)]) == 20
+
+
+def test_a_bypass_file_is_named(tmp_path):
+    folder = write_set(tmp_path / "set", range(10))
+    params = folder / "package_checker_params"
+    params.write_text("seed-checker-bypass\n")
+    assert set_findings(folder) == [], "the official checker does not see this line"
+    params.write_text("seed-checker-bypass")
+    (finding,) = set_findings(folder)
+    assert finding.severity == "note" and "seed-checker-bypass" in finding.message
+
+
+# Accumulation steps, micro batch, tensor parallelism, GPUs of the system description; severity.
+FACTORS = [
+    (1, 1, 1, 8, None),
+    (1.0, 1, 1, 8, None),
+    (2, 1, 2, 8, None),
+    (8, 1, 1, 8, "warning"),
+    (1, 1, 2, 8, "warning"),
+    (1, 3, 1, None, "warning"),
+    (4, 2, 1, None, "note"),
+    (4, 1, 1, None, None),
+]
+
+
+@pytest.mark.parametrize(("steps", "size", "tensor", "gpus", "severity"), FACTORS)
+def test_a_batch_is_the_product_of_its_factors(tmp_path, steps, size, tensor, gpus, severity):
+    def change(log):
+        put("gradient_accumulation_steps", steps)(log)
+        put("micro_batch_size", size)(log)
+        put("tensor_parallelism", tensor)(log)
+        assert log[find(log, "global_batch_size")]["value"] == 8
+
+    folder = tmp_path / "results" / "S" / "llama2_70b_lora"
+    folder.mkdir(parents=True)
+    (tmp_path / "systems").mkdir()
+    system = {"number_of_nodes": 1, "accelerators_per_node": gpus, "accelerator_model_name": "X"}
+    if gpus:
+        (tmp_path / "systems/S.json").write_text(json.dumps(system))
+    assert found(of_others(folder, change)).get("batch") == severity
 
 
 def test_a_log_by_name_beside_a_folder_is_no_set(tmp_path, capsys):

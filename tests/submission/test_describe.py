@@ -118,6 +118,10 @@ def test_a_server_is_described_as_it_is(server, monkeypatch):
     assert told["other_software_stack"].startswith(
         "amdgpu driver 6.14.14, ROCm 7.0.2, FlashAttention-4 4.0.0b36, Python"
     )
+    libraries = {"rocm": "10.0.0", "aotriton": "0.13.0"}
+    monkeypatch.setattr(inventory, "installed", lambda: libraries)
+    stack = inventory.facts(server, AMD_8)["other_software_stack"]
+    assert "ROCm 10.0.0, AOTriton 0.13.0," in stack
     assert all(isinstance(text, str) for text in told.values()) and set(told) <= set(describe.KEYS)
 
 
@@ -348,7 +352,14 @@ def test_a_file_that_is_no_description_is_one_clear_error(tmp_path, text):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--out", "x.txt"], ["--out", "a b.json"], ["--out", "x.json", "--set", "colour=red"]],
+    [
+        ["--out", "x.txt"],
+        ["--out", "a b.json"],
+        ["--out", "x.JSON"],
+        ["--out", "x.json", "--set", "colour=red"],
+        ["--out", "x.json", "--set", "system_name=two\nlines"],
+        ["--out", "x.json", "--set", 'system_name=a "quote"'],
+    ],
 )
 def test_wrong_usage(tmp_path, monkeypatch, capsys, arguments):
     monkeypatch.chdir(tmp_path)

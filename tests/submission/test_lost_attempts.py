@@ -201,7 +201,7 @@ def test_the_logs_alone_give_the_verdicts_and_the_number_of_the_directory(tmp_pa
         runs = [(run["state"], run["minutes"], run["converged"]) for run in scored["runs"]]
         codes = code, check.main([str(directory), "--json"])
         checked = map(json.loads, capsys.readouterr().out.splitlines())
-        verdicts = [log["verdict"] for log in checked if "verdict" in log]
+        verdicts = [log["verdict"] for log in checked if "path" in log]
         found.append((codes, scored["result"], runs, verdicts))
     assert found[0] == found[1] and found[0][1]["score"] and len(found[0][3]) == 10
 

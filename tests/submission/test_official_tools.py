@@ -278,7 +278,7 @@ def test_only_we_see_that_lora_evaluates_at_wrong_samples(tmp_path, global_batch
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.rules.BENCHMARK)
-def test_the_reference_learning_rates_are_those_of_the_installed_files(benchmark):
+def test_the_reference_schedules_are_those_of_the_installed_files(benchmark):
     from mlperf_logging import rcp_checker
 
     name = benchmark.rules.BENCHMARK
@@ -287,8 +287,12 @@ def test_the_reference_learning_rates_are_those_of_the_installed_files(benchmark
         points = json.loads(
             (folder / f"training_{ruleset}" / f"rcps_{name}.json").read_text()
         ).values()
-        rates = {point["BS"]: point["Hyperparams"]["opt_base_learning_rate"] for point in points}
+        keys = {point["BS"]: point["Hyperparams"] for point in points}
+        rates = {batch: own["opt_base_learning_rate"] for batch, own in keys.items()}
         assert rates == benchmark.rules.CLOSED.reference_learning_rates
+        warmup = "opt_learning_rate_warmup_samples"
+        samples = {batch: own[warmup] for batch, own in keys.items() if warmup in own}
+        assert samples == benchmark.rules.CLOSED.reference_warmup_samples
 
 
 def test_without_the_official_checker_nothing_passes(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import synthetic_run
@@ -16,7 +17,8 @@ from log_dialects import dated
 from made_once import made_once
 from synthetic_run import LORA, PRETRAINING
 
-from common.errors import CheckFailed, ConfigError
+from common import engines
+from common.errors import CheckFailed, ConfigError, StorageError
 from common.records.ledger import SeriesRecord
 from common.records.mlperf_log import TOKEN
 from common.training.mllog import EMULATED_KEY, RunLog
@@ -28,11 +30,12 @@ from submission import (
     official_tools,
     package,
     package_checks,
+    score,
 )
 from submission.findings import Finding
 from submission.package_checks import PackageRequest
 from submission.run import Run
-from submission.series import TenRuns, read_series, ten_runs, windows
+from submission.series import TenRuns, read_series, ten_runs
 
 ROOT = synthetic.ROOT
 NAMES = [benchmark.rules.BENCHMARK for benchmark in (PRETRAINING, LORA)]
@@ -77,17 +80,34 @@ def make_project(folder):
     (folder / "tests").mkdir()
     (folder / "tests" / "test_x.py").write_text("")
     git(folder, "init", "-q")
+    git(folder, "remote", "add", "origin", "https://me:secret@example.org/Us/code.git")
     commit_all(folder)
     (folder / "common" / "__pycache__").mkdir()
     (folder / "common" / "__pycache__" / "x.pyc").write_text("")
     (folder / "common" / "notes.txt").write_text("not in the commit")
 
 
+# In versions.json when the clock starts. The paths, the address and the token must stay private.
+RAN = {
+    "engines": {"attention": "transformer_engine 2.17.0", "products": "torch", "swiglu": "kernel"},
+    "variables": {
+        "HSA_NO_SCRATCH_RECLAIM": "1",
+        "NCCL_ALGO": "Ring;allreduce:tree 'x' $HOME",
+        "MATMUL_ENGINE": "torch",
+        "NCCL_TUNER_PLUGIN": "/home/jane/private.so",
+        "NCCL_COMM_ID": "10.77.0.1:29500",
+        "TRITON_CACHE_DIR": "/home/jane/private",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "NVTE_TOKEN": "private",
+    },
+    "system_tuning": {"governor": "good", "swappiness": "could be better"},
+}
+
+
 def plans(benchmark, project, **changes):
     evaluations = synthetic.evaluations_near_reference(benchmark)
-    return synthetic.plans(
-        evaluations, changes={"commit": git(project, "rev-parse", "HEAD")}, **changes
-    )
+    commit = git(project, "rev-parse", "HEAD")
+    return synthetic.plans(evaluations, changes={"commit": commit, **RAN}, **changes)
 
 
 def described(folder, **changes) -> Path:
@@ -164,8 +184,8 @@ def test_the_tree_is_what_the_rules_want(submission, org_dir):
             f"result_{index}.txt" for index in range(10)
         }
         code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
+        assert {path.name for path in code.parent.iterdir()} == {"torch_native", synthetic.SYSTEM}
         for file in (
-            "README.md",
             "run_and_time.sh",
             "requirements.txt",
             f"configs/{name}/{synthetic.CONFIG}",
@@ -179,7 +199,7 @@ def test_the_tree_is_what_the_rules_want(submission, org_dir):
             "run_and_time.sh",
             f"{synthetic.SYSTEM}_torch_native.json",
         ):
-            assert (code / synthetic.SYSTEM / file).is_file(), file
+            assert (code.parent / synthetic.SYSTEM / file).is_file(), file
         others = {path.name for path in code.rglob("*")}
         assert not others & {"tests", "__pycache__", "x.pyc", "notes.txt", ".gitignore"}
         assert not (code / next(n for n in NAMES if n != name) / "train.py").exists()
@@ -194,14 +214,61 @@ def test_logs_are_copied_in_the_order_of_the_attempts(submission, org_dir):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_tree_names_engines_variables_and_host_settings_and_nothing_private(org_dir, name):
+    documents = org_dir / "benchmarks" / name / "implementations" / synthetic.SYSTEM
+    written = json.loads((documents / f"{synthetic.SYSTEM}_torch_native.json").read_text())
+    assert written["engines"] == RAN["engines"]
+    assert written["environment_variables"] == {
+        name: RAN["variables"][name] for name in ("HSA_NO_SCRATCH_RECLAIM", "NCCL_ALGO")
+    }
+    assert written["system_tuning"] == RAN["system_tuning"]
+    text = (documents / "README.md").read_text()
+    for row in (
+        "| `attention` | `transformer_engine 2.17.0` |",
+        "| `HSA_NO_SCRATCH_RECLAIM` | `1` |",
+        "| `swappiness` | `could be better` |",
+    ):
+        assert row in text
+    assert "NCCL_TUNER_PLUGIN" in text, "that it was set is known, its path is not"
+    for path in documents.iterdir():
+        text = path.read_text()
+        assert not re.search("jane|private|10.77|CACHE_DIR|VISIBLE_DEVICES|NVTE_TOKEN", text)
+
+
+def test_the_packaged_script_exports_the_variables_and_pins_the_engines(org_dir, tmp_path):
+    implementations = org_dir / "benchmarks" / NAMES[0] / "implementations"
+    for name in ("system", "torch_native"):
+        (tmp_path / name).mkdir()
+    script = shutil.copy(
+        implementations / synthetic.SYSTEM / "run_and_time.sh", tmp_path / "system"
+    )
+    (tmp_path / "torch_native/run_and_time.sh").write_text("#!/bin/sh\nexec env -0\n")
+    (tmp_path / "torch_native/run_and_time.sh").chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "MATMUL_ENGINE": "cublaslt"}
+    done = subprocess.run([script], env=environment, capture_output=True, text=True, check=True)
+    exported = dict(each.split("=", 1) for each in done.stdout.split("\0") if each)
+    expected = {
+        "ATTENTION_ENGINE": "transformer_engine",
+        "MATMUL_ENGINE": "torch",
+        "SWIGLU_ENGINE": "kernel",
+        "HSA_NO_SCRATCH_RECLAIM": "1",
+        "NCCL_ALGO": RAN["variables"]["NCCL_ALGO"],
+    }
+    assert expected.items() <= exported.items() and "NCCL_TUNER_PLUGIN" not in exported
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_readme_of_the_tree_is_of_the_series(submission, org_dir, name):
-    code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
-    text = (code / "README.md").read_text()
+    documents = org_dir / "benchmarks" / name / "implementations" / synthetic.SYSTEM
+    text = (documents / "README.md").read_text()
     assert (
         text.startswith(f"# {name} on {synthetic.SYSTEM}")
         and "1 x 8 MI355X" in text
         and f"configs/{name}/{synthetic.CONFIG}" in text
+        and " of example.org/Us/code." in text
     )
+    measurements = json.loads((documents / f"{synthetic.SYSTEM}_torch_native.json").read_text())
+    assert measurements["repository"] == "example.org/Us/code"
     rows = {
         row.split("`")[1]: row
         for row in text.splitlines()
@@ -218,7 +285,7 @@ def test_the_readme_of_the_tree_is_of_the_series(submission, org_dir, name):
         assert f"| {run.log.value(key)} | {origin} |" in rows[key]
     assert name == NAMES[0] or "rules" in rows["lora_rank"]
     for link in re.findall(r"\]\(([^)#\s]+)", text):
-        assert (code / link).exists(), link
+        assert (documents / link).exists(), link
 
 
 def test_the_tree_holds_what_ran_and_not_our_log_and_pictures(org_dir):
@@ -234,6 +301,7 @@ def test_the_tree_holds_what_ran_and_not_our_log_and_pictures(org_dir):
             "docs/log.md",
             "docs/results.md",
             "docs/results-archive.md",
+            "AGENTS.md",
             "CHANGELOG.md",
             "CONTRIBUTING.md",
         }
@@ -266,17 +334,15 @@ def test_the_packaged_code_runs_by_itself(org_dir, name):
         "import submission.check, submission.package, submission.report, submission.score",
     ]
     assert subprocess.run(code_check, env=environment, cwd=code, timeout=60).returncode == 0
-    assert (
-        subprocess.run(["bash", "-n", str(code / synthetic.SYSTEM / "run_and_time.sh")]).returncode
-        == 0
-    )
+    script = code.parent / synthetic.SYSTEM / "run_and_time.sh"
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
     # A python3 that has all packages.
     first = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     done = subprocess.run(
-        [code / synthetic.SYSTEM / "setup.sh"],
+        [code.parent / synthetic.SYSTEM / "setup.sh"],
         capture_output=True,
         text=True,
         env=first,
@@ -296,7 +362,7 @@ def test_the_packaged_code_runs_by_itself(org_dir, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_packaged_tree_has_its_license_and_no_broken_link(org_dir, name):
     code = org_dir / "benchmarks" / name / "implementations" / "torch_native"
-    pages = list(code.rglob("*.md"))
+    pages = list(code.parent.rglob("*.md"))
     links = [
         (page, link)
         for page in pages
@@ -304,11 +370,7 @@ def test_the_packaged_tree_has_its_license_and_no_broken_link(org_dir, name):
         if "://" not in link
     ]
     assert (code / "LICENSE").is_file() and len(links) > 10
-    assert [
-        f"{page.relative_to(code)}: {link}"
-        for page, link in links
-        if not (page.parent / link).exists()
-    ] == []
+    assert [f"{page}: {link}" for page, link in links if not (page.parent / link).exists()] == []
 
 
 # Refusals. All of them come before anything is built, so the official checkers need not be asked.
@@ -362,6 +424,18 @@ class Case:
 def test_a_miniature_is_refused(case):
     case.write(rules=LORA.rules.MINIATURE)
     case.refused("is a miniature")
+
+
+def test_a_run_in_the_open_division_is_refused_with_the_way_to_submit_it(case):
+    case.write()
+    for run in case.runs():
+        log = synthetic_run.records(run / "result.txt")
+        log[synthetic_run.find(log, "submission_division")]["value"] = "open"
+        synthetic_run.write_records(run / "result.txt", log)
+    case.refused("in the open division", "By hand")
+    with pytest.raises(ConfigError) as caught:
+        score._score_series(score.parser().parse_args([str(case.folder / "logs" / NAMES[1])]))
+    assert "By hand" in caught.value.lines()
 
 
 def test_a_run_that_emulated_another_number_format_is_refused(case):
@@ -459,12 +533,45 @@ def test_a_log_of_another_run_is_refused(case):
         ({"packages": {"torch": "2.12.0"}}, "different packages"),
         ({"driver": "6.15"}, "different driver"),
         ({"engines": {"attention": "flash_attention_4 4.0.0"}}, "different engines"),
+        ({"variables": {"NCCL_ALGO": "Tree"}}, "different variables"),
+        ({"system_tuning": {"governor": "could be better"}}, "different system_tuning"),
     ],
 )
 def test_runs_of_different_code_or_systems_are_refused(case, changes, said):
     case.plans[3].changes = case.plans[3].changes | changes
     case.write()
     case.refused(said)
+
+
+def test_a_run_whose_self_test_chose_another_engine_is_refused_and_named(case):
+    """versions.json may be of before the self-test, in runs of earlier versions."""
+    case.write()
+    events = case.runs()[4] / "events.jsonl"
+    event = {"event": "self_test", "attention": "flash", "products": "torch", "swiglu": "kernel"}
+    events.write_text(f"{json.dumps(event)}\n{events.read_text()}")
+    case.refused("attempts 1 and 5", "different engines", "transformer_engine", case.runs()[4].name)
+
+
+def test_variables_of_one_host_may_differ_among_the_runs(case):
+    other = {"TRITON_CACHE_DIR": "/other", "CUDA_VISIBLE_DEVICES": "2,3"}
+    case.plans[1].changes = case.plans[1].changes | {"variables": RAN["variables"] | other}
+    case.write()
+    first, second = read_series([case.folder / "logs" / NAMES[1]]).runs[:2]
+    assert first.variables != second.variables
+    package_checks._check_same(first, second)
+
+
+@pytest.mark.parametrize(
+    ("events", "pin"),
+    [([], "aiter"), ([{"attention": "cudnn"}], "sdpa"), ([{"attention": "sdpa"}], "sdpa")],
+)
+def test_the_backend_of_torch_s_attention_is_pinned_as_its_engine(events, pin, tmp_path):
+    synthetic_run.write_run(tmp_path)
+    (tmp_path / "versions.json").write_text('{"engines": {"attention": "aiter 0.1.14"}}')
+    lines = [json.dumps({"event": "self_test", **event}) for event in events]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines))
+    run = Run.read(tmp_path / "result.txt")
+    assert engines.pins(implementation.engine_names(run)) == {"ATTENTION_ENGINE": pin}
 
 
 def test_runs_of_different_configs_are_refused(case):
@@ -543,6 +650,7 @@ def test_runs_before_and_after_the_newest_deadline_differ_in_round(case, capsys)
         ({"status": "Available cloud"}, "submission_status is 'onprem'"),
         ({"status": describe.STATUS["rdi"]}, "submission_status is 'onprem'"),
         ({"division": "Closed"}, "not 'closed'"),
+        ({"division": "open"}, "By hand"),
         ({"status": ""}, "status: ''"),
         ({"accelerators_per_node": 8}, "is not a string"),
         ({"number_of_nodes": 2}, "number_of_nodes is 2, not 1"),  # the official tools accept it
@@ -561,6 +669,8 @@ def test_a_description_that_does_not_fit_is_refused(case, changes, said):
         {"org": "unnamed"},
         {"implementation": ".hidden"},
         {"implementation": "a/b"},
+        {"system": Path("X.JSON")},
+        {"implementation": synthetic.SYSTEM},
     ],
 )
 def test_names_that_cannot_be_are_refused(case, changes):
@@ -568,10 +678,18 @@ def test_names_that_cannot_be_are_refused(case, changes):
     case.refused("--", error=ConfigError, **changes)
 
 
+def test_a_repository_without_a_remote_is_named(case, capsys, monkeypatch):
+    case.write()
+    monkeypatch.setattr(package, "remote_name", lambda root: None)
+    monkeypatch.setattr(package, "_build", mock.Mock(side_effect=OSError("stopped here")))
+    case.refused("stopped here", error=StorageError)
+    assert "no remote `origin`" in capsys.readouterr().out
+
+
 def test_what_exists_is_not_overwritten(case):
     case.write()
     (case.folder / "out").mkdir()
-    case.refused("exists", error=ConfigError)
+    case.refused("exists", "to add a system", "By hand", error=ConfigError)
 
 
 def test_a_log_that_is_not_clean_is_refused_with_its_line(case):
@@ -757,7 +875,7 @@ def more(case, count):
 def test_of_more_than_ten_the_median_window_is_taken(case):
     more(case, 4)
     case.write()
-    found = windows(read_series([case.folder / "logs" / NAMES[1]], synthetic.SERIES[:8]))
+    found = read_series([case.folder / "logs" / NAMES[1]], synthetic.SERIES[:8]).windows
     assert [each.runs[0].number for each in found] == [1, 2, 3, 4, 5]
     assert sorted(each.rank for each in found)[2] == chosen(case).rank
 
@@ -767,7 +885,7 @@ def test_of_two_windows_the_slower_one_is_the_median(case):
     case.write()
     assert (
         chosen(case).runs[0].number == 2
-        and chosen(case).rank > windows(read_series([case.folder / "logs" / NAMES[1]]))[0].rank
+        and chosen(case).rank > read_series([case.folder / "logs" / NAMES[1]]).windows[0].rank
     )
 
 
@@ -904,8 +1022,14 @@ def test_a_series_that_converges_too_fast_is_no_success(project, tmp_path, capsy
     assert package.package(request) == 20
     out = capsys.readouterr().out
     assert "RCP test" in out and "RCP Test Failed" in out and "NOT a submission" in out
-    assert "printf rcp-bypass >" in out and "package_checker_params" in out
+    assert "evidence" in out and "printf rcp-bypass >" in out and "package_checker_params" in out
     assert (tmp_path / "out" / "package_checker_6.1.0.txt").is_file()
+
+
+def test_a_batch_without_a_reference_point_needs_runs_of_the_reference(capsys, tmp_path):
+    package._explain_rcp_failure("llama31_8b", "RCP Test Failed: Missing RCP, please", tmp_path)
+    out = capsys.readouterr().out
+    assert "20 runs of the reference" in out and "evidence" not in out
 
 
 @pytest.mark.parametrize(
@@ -932,5 +1056,5 @@ def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):
 
 def test_descriptions_of_the_tests_are_complete():
     assert describe.problems(synthetic.DESCRIPTION) == [] and re.fullmatch(
-        package_checks.NAME, synthetic.SYSTEM
+        describe.NAME, synthetic.SYSTEM
     )

@@ -10,6 +10,7 @@ from synthetic_run import LORA, PRETRAINING, find, records
 
 from common.errors import CheckFailed, ConfigError
 from common.paths import ROOT
+from launch.plan.command import main as plan
 from llama2_70b_lora import rules as lora_rules
 from submission import check, package, rehearsal, score
 from submission.log_rules import REHEARSAL_KEY
@@ -23,10 +24,15 @@ def project(tmp_path_factory):
     """A git repository that has the configs and nothing else."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copytree(ROOT / "configs", folder / "configs")
+    commit(folder)
+    return folder
+
+
+def commit(folder) -> None:
+    """Make a git repository of the files in `folder`."""
     identity = ["-c", "user.name=T", "-c", "user.email=t@example.org"]
     for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "configs"]):
         subprocess.run(["git", "-C", folder, *words], check=True)
-    return folder
 
 
 def rehearse(project, out, *arguments) -> int:
@@ -61,6 +67,17 @@ def test_every_part_of_the_tree_is_marked(invented):
     assert len(logs) == 20
     for path in logs:
         assert records(path)[find(records(path), REHEARSAL_KEY)]["value"] is True
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tree_names_engines_variables_and_host_settings(invented, name):
+    (readme,) = invented[0].glob(f"*/benchmarks/{name}/implementations/REHEARSAL-*/README.md")
+    script = readme.with_name("run_and_time.sh")
+    assert "| `attention` | `sdpa` |" in readme.read_text()
+    assert "| `NCCL_NVLS_ENABLE` | `0` |" in readme.read_text()
+    assert "| `rehearsal` | `good` |" in readme.read_text()
+    assert "export NCCL_NVLS_ENABLE=0\n" in script.read_text()
+    assert "export ATTENTION_ENGINE=sdpa\n" in script.read_text()
 
 
 def test_check_refuses_a_log_of_a_rehearsal(invented, capsys):
@@ -139,6 +156,33 @@ def test_a_system_without_a_config_is_refused(model, nodes, word, project, tmp_p
         rehearse(project, tmp_path / "out", "--benchmark", NAMES[0], "--system", system)
     assert word in caught.value.what
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_derived_config_of_several_nodes_can_be_packaged_once_it_is_written(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "project"
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    monkeypatch.setenv("DGXSYSTEM", "MI355X_2x8")
+    for name in NAMES:
+        assert plan(name, ["--write", str(folder / "configs" / name / "MI355X_2x8.toml")]) == 0
+    commit(folder)
+    description = synthetic.DESCRIPTION | {
+        "accelerator_model_name": "AMD Instinct MI355X",
+        "number_of_nodes": "2",
+        "accelerators_per_node": "8",
+    }
+    system = tmp_path / "MI355X_2x8_pytorch.json"
+    system.write_text(json.dumps(description))
+    out = tmp_path / "out"
+    assert rehearse(folder, out, "--org", "Acme", "--system", system) == 0
+    verdict = json.loads(next(out.glob("verdict_*.json")).read_text())
+    assert verdict["passed"] and set(verdict["scores_minutes"]) == {*NAMES}
+    for name in NAMES:
+        log = records(next(out.glob(f"*/results/*/{name}/result_0.txt")))
+        assert log[find(log, "config_filename")]["value"] == "MI355X_2x8.toml"
+        assert list(out.glob(f"**/configs/{name}/MI355X_2x8.toml"))
 
 
 def test_the_command_needs_only_a_directory():

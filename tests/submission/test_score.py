@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import synthetic_run
@@ -19,7 +20,7 @@ from common.gpu_kinds import KINDS
 from common.paths import ROOT
 from common.records import published
 from llama31_8b import rules
-from submission import describe, published_results, rcp, report, score, series
+from submission import describe, official_tools, published_results, rcp, report, score, series
 from submission.run import FAILED, read_run
 from submission.series import TenRuns, read_series, ten_runs
 from tests.tools import survey
@@ -505,13 +506,47 @@ def test_rcp_failure_is_exit_code_20_and_no_score(tmp_path, capsys):
     assert found["score"] is None and found["rcp"]["passed"] is False
 
 
+def test_a_bypassed_result_has_the_official_score(tmp_path, capsys):
+    folder = synthetic_run.write_timed_series(
+        tmp_path / "Acme/results/S/llama31_8b", PRETRAINING, [Timed(159_744)] * 10
+    )
+    (folder / "package_checker_params").write_text("rcp-bypass\n")
+    assert "NO SCORE" in text(capsys, folder, code=20), "the official checker sees no such line"
+    (folder / "package_checker_params").write_text("rcp-bypass")
+    found = evaluate(capsys, folder)["result"]
+    assert found["factor"] == 1.0 and "rcp_bypass" in found["rcp"]["message"]
+    write_system(tmp_path / "Acme/systems/S.json")
+    submitter = tmp_path / "Acme"
+    assert official_tools.package(submitter, "6.1.0", 1).passed
+    official = official_tools.summary(submitter, "6.1.0", 1).scores["S", "llama31_8b"]
+    assert found["score"] == pytest.approx(official, rel=1e-12)
+
+
+def test_each_window_is_judged_once(tmp_path, capsys, monkeypatch):
+    runs = [Timed(184_320, 35, minutes=100 + index) for index in range(12)]
+    folder = synthetic_run.write_timed_series(tmp_path, PRETRAINING, runs)
+    judge = mock.Mock(side_effect=rcp.judge)
+    monkeypatch.setattr(rcp, "judge", judge)
+    text(capsys, folder)
+    assert judge.call_count == 3
+
+
+def test_a_chosen_log_without_a_clock_is_the_run_that_failed(tmp_path, capsys):
+    folder = synthetic_run.write_timed_series(tmp_path, PRETRAINING, [Timed(184_320)] * 10)
+    path = folder / "result_3.txt"
+    log = synthetic_run.records(path)
+    synthetic_run.write_records(path, log[: synthetic_run.find(log, "run_start")])
+    assert read_run(path).counts_as == FAILED
+    assert evaluate(capsys, folder)["result"]["score"] is not None
+
+
 def test_of_thirteen_runs_the_median_window_counts(tmp_path, capsys):
     minutes = [100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 95, 130, 130]
     folder = synthetic_run.write_timed_series(
         tmp_path / "logs", PRETRAINING, [Timed(184_320, 35, minutes=m) for m in minutes]
     )
     found = read_series([folder])
-    windows = series.windows(found)
+    windows = found.windows
     # 10 comes after 9.
     assert [window.runs[0].name for window in windows] == [
         f"result_{index}.txt" for index in range(4)
@@ -529,7 +564,7 @@ def test_a_window_that_is_no_result_is_not_in_the_middle(tmp_path):
     found = read_series(
         [synthetic_run.write_timed_series(tmp_path, PRETRAINING, [*runs, *failed, *failed])]
     )
-    windows = series.windows(found)
+    windows = found.windows
     assert [bool(window.invalid) for window in windows] == [False, False, True]
     assert ten_runs(found).runs == windows[1].runs
 
@@ -839,6 +874,11 @@ def test_one_seed_for_two_runs_is_said(tmp_path, capsys):
         folder / "result_4.txt", PRETRAINING, replace(MIXED[4], samples_per_s=31.0), seed=1000
     )
     assert "same seed 1000" in text(capsys, folder)
+    change(
+        folder / "result_4.txt",
+        lambda record: record | {"value": 1000.5} if record["key"] == "seed" else record,
+    )
+    assert "same seed 1000" in text(capsys, folder), "the seed checker converts it with int()"
 
 
 # Our own folders.

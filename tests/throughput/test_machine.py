@@ -58,6 +58,15 @@ def test_a_known_gpu_has_its_peaks_and_the_lowest_power_limit(driver):
     assert facts["os"] and facts["host_memory"]
 
 
+def test_the_cards_are_named_by_their_uuids(driver, tmp_path):
+    facts = machine.facts(Machine(Probe("nvidia", (H200, H200))), "cuda")
+    assert facts["uuid"] == "GPU-1, GPU-1"
+    (tmp_path / "unique_id").write_text("a1b2\n")
+    card = Device("AMD Instinct MI300X", "gfx942", 2**37, address=str(tmp_path))
+    assert machine.uuids(Probe("amd", (card,))) == {"uuid": "a1b2"}
+    assert machine.uuids(Probe("nvidia", (Device("NVIDIA H200", "sm_90", 2**37),))) == {}
+
+
 def test_an_unknown_gpu_has_no_peak_and_a_silent_driver_no_limit(driver):
     driver.clear()
     facts = machine.facts(
@@ -84,14 +93,14 @@ def test_versions_name_the_commit_and_torch(monkeypatch):
         "versions",
         lambda root, found: known | {"commit": "0123456789abcdef", "dirty": True},
     )
-    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(machine, "installed", lambda: {"rocm": "10.0.0"})
     named = machine.versions(Probe("none"))
     assert named == {
         "commit": "0123456789ab, modified",
         "driver": "580",
         "python": "3.12",
         "torch": "2.9",
-        "rocm": "7.0",
+        "rocm": "10.0.0",
     }
     monkeypatch.setattr(
         machine.run_directory,

@@ -207,7 +207,9 @@ def test_the_llama_has_its_own_flops_and_precision(result):
     assert row["tflops_per_gpu"] == pytest.approx(
         rate * (6 * weights + 6 * 4 * 8192 * hidden) / 1e12
     )
-    assert row["percent"] == pytest.approx(row["tflops_per_gpu"] / 2)
+    others = 6 * 128256 * hidden + 6 * 4 * 8192 * hidden  # head and attention: in bf16
+    linears = 6 * weights + 6 * 4 * 8192 * hidden - others
+    assert row["percent"] == pytest.approx(100 * rate * (linears / 200e12 + others / 100e12))
 
 
 def test_without_one_gpu_there_is_no_efficiency(result):

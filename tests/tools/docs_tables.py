@@ -16,9 +16,10 @@ from common.config import RunConfig
 from common.gpu_kinds import GIB, KINDS, fp8_family
 from common.paths import ROOT
 from common.records.published import RESULTS
+from common.terminal import data_size
 from common.text_tables import markdown
 from launch.plan import scaling
-from launch.plan.plans import ALL, all_plans, kinds_table, plans_table, target_line
+from launch.plan.plans import ALL, COSTS, all_plans, kinds_table, plans_table, target_line
 from launch.plan.scaling_table import HEAD as SCALING_HEAD
 from launch.plan.scaling_table import row as scaling_row
 from launch.profilers import TOOLS
@@ -72,9 +73,12 @@ def storage(benchmark: str, config: RunConfig) -> str:
         base = f"{'FP8' if config.linear_format.in_fp8 else config.precision} base"
         if config.frozen_base == "sharded" and config.gpus_per_node == 1:
             return f"{base} on one process"
+        transposed = "transposed layer by layer"
+        if config.transposed_layers:
+            transposed = f"and the transposes of {config.transposed_layers} layers"
         return {
             "sharded": f"{base} sharded, layers gathered ahead",
-            "replicated": f"{base} on each GPU, transposed layer by layer",
+            "replicated": f"{base} on each GPU, {transposed}",
             "replicated_both": f"{base} and its transpose on each GPU",
         }[config.frozen_base]
     moments = ""
@@ -302,6 +306,22 @@ def plan_page(benchmark: str) -> str:
     return "\n\n".join(parts) + "\n\n"
 
 
+def costs_table(benchmark: str) -> str:
+    """Return the time and the GPU-hours of a result of each config."""
+    plans = [plan for plan in all_plans(benchmark) if plan.kind]
+    return f"{plans_table(COSTS, plans)}\n"
+
+
+def downloads_table() -> str:
+    """Return the files to fetch for each benchmark."""
+    rows = []
+    for benchmark in BENCHMARKS:
+        for part in divisions(benchmark)["closed"].downloads:
+            size = data_size(part.size_bytes)
+            rows.append([benchmark, part.what, size, part.source, part.license])
+    return markdown(["benchmark", "files", "size", "from", "license"], rows)
+
+
 def comparison_table(old: str, benchmark: str, name: str) -> str:
     """Return `old` with the last column updated in the rows that follow from the config."""
     config = load_all(ROOT, benchmark)[name]
@@ -357,8 +377,8 @@ def scaling_check_table() -> str:
             sources.append((source, result.benchmark, kind.name, result.gpus, result.batch, rate))
     rows = []
     for source, benchmark, gpu, gpus, batch, rate in sources:
-        point = scaling.benchmark_point(benchmark, KINDS[gpu], gpus, batch, scaling.NETWORK_GB_S)
-        calculated = point.tokens_per_s_per_gpu
+        point = scaling.benchmark_point(benchmark, KINDS[gpu], gpus, batch=batch)
+        calculated = point.speed.tokens_per_s_per_gpu
         rows.append(
             [
                 source,
@@ -374,9 +394,8 @@ def scaling_check_table() -> str:
 
 
 def scaling_table(benchmark: str, gpu: str) -> str:
-    rules = divisions(benchmark)["closed"]
-    best = scaling.best_points(benchmark, KINDS[gpu], rules, scaling.NETWORK_GB_S)
-    return markdown(SCALING_HEAD, [scaling_row(gpus, point) for gpus, point in best.items()])
+    points = scaling.benchmark_points(benchmark, KINDS[gpu])
+    return markdown(SCALING_HEAD, [scaling_row(gpus, point) for gpus, point in points.items()])
 
 
 def profilers_table() -> str:
@@ -401,6 +420,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "one_log": one_log_table,
     "plan": plan_table,
     "plan_page": plan_page,
+    "costs": costs_table,
+    "downloads": downloads_table,
     "scaling": scaling_table,
     "scaling_check": scaling_check_table,
     "config_keys": settings_tables.keys_table,

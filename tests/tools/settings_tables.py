@@ -2,8 +2,8 @@
 
 Config keys come from the dataclasses, their meaning from the comment beside or above each field.
 Environment variables are found in the syntax tree of the product's Python files and in its shell
-scripts. Their meaning comes from environment_variables.toml. A variable without an entry, or an
-entry without a variable, is an error.
+scripts. Their meaning comes from common/variables.py. A variable without an entry, or an entry
+without a variable, is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ast
 import importlib
 import inspect
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -21,11 +20,11 @@ from common.benchmarks import names
 from common.config import RunConfig
 from common.paths import ROOT
 from common.text_tables import markdown
+from common.variables import TABLE, Use
 
 SCRIPTS = ("run_and_time.sh", "run_with_docker.sh", "run.sub", "kubernetes_manifest.sh")
 # Names that Python code gives to the environment of this process or of a child.
 ENVIRONMENTS = ("environ", "environment", "env")
-DESCRIPTIONS = Path(__file__).with_name("environment_variables.toml")
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 SHELL_VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]{2,})")
 # Set by the shell itself, or in the same script before it is read.
@@ -176,21 +175,23 @@ def variables() -> set[str]:
 
 
 def variables_table() -> str:
-    """Return one row for each variable, grouped by who sets it."""
-    described = tomllib.loads(DESCRIPTIONS.read_text())
-    meanings = {
-        name: (setter, text)
-        for setter, entries in described.items()
-        for name, text in entries.items()
-    }
+    """Return one row for each variable and prefix, with its uses."""
     read = variables()
-    if read != meanings.keys():
-        missing = sorted(read - meanings.keys())
-        unread = sorted(meanings.keys() - read)
+    entries = {name for name, variable in TABLE.items() if not variable.is_prefix}
+    if read != entries:
+        missing = sorted(read - entries)
         raise SystemExit(
-            f"error: {DESCRIPTIONS.name} does not match the code\n"
-            f"  why: without an entry: {missing}; not read: {unread}\n"
+            "error: common/variables.py does not match the code\n"
+            f"  why: without an entry: {missing}; not read: {sorted(entries - read)}\n"
             "  do:  add or delete the entries"
         )
-    rows = [[f"`{name}`", setter, text] for name, (setter, text) in meanings.items()]
-    return markdown(["variable", "set by", "meaning"], rows)
+    uses = (Use.RECORDED, Use.COMPARED, Use.PACKAGED)
+    rows = []
+    for variable in TABLE.values():
+        container = "yes" if Use.POD in variable.use else "not in Kubernetes"
+        cells = [container if Use.CONTAINER in variable.use else "no"]
+        cells += ["yes" if use in variable.use else "no" for use in uses]
+        meaning = f"passed on: {variable.meaning}" if variable.is_prefix else variable.meaning
+        rows.append([f"`{variable.name}`", variable.set_by, *cells, meaning])
+    head = ["variable", "set by", "containers", "recorded", "compared", "packaged", "meaning"]
+    return markdown(head, rows)

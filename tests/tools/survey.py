@@ -3,8 +3,7 @@
 DIR has the layout of mlcommons' training_results_v*: <submitter>/systems/*.json and
 <submitter>/results/<system>/<benchmark>/result_*.txt. The command prints one row for each result
 set of our benchmarks. It has the verdicts and scores of the official tools and of this project. For
-each of our rules, it has the number of logs with a finding. A set passes if at most one of its logs
-has an error, because this log counts as the run that did not converge.
+each of our rules, it has the number of logs with a finding.
 
 With --round 5.1, the command writes the results into common/records/published.json instead. Rows of
 other rounds are kept.
@@ -16,6 +15,7 @@ Exit code: 0 every score equals the official one (relative difference up to 1e-9
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -32,11 +32,11 @@ from common.command_line import exit_code_of
 from common.errors import CheckFailed, ConfigError, RunError, write_text
 from common.records.published import DATA, Published
 from common.terminal import Progress
+from common.text_tables import number
 from submission import official_tools, output, result_set
-from submission.examined_log import NOT_CLEAN, ExaminedLog, errors, examine, verdict_of
+from submission.examined_log import NOT_CLEAN, ExaminedLog, examine
 from submission.findings import ERROR, Finding
 from submission.official_tools import CLOSED_RULESETS, RULESETS
-from submission.output import number
 from submission.series import read_series, result, ten_runs
 
 TOLERANCE = 1e-9  # relative difference of scores that counts as equal
@@ -48,7 +48,6 @@ class ResultSet:
 
     folder: Path  # <submitter>/results/<system>/<benchmark>
     examined: list[ExaminedLog] = field(default_factory=list)
-    unreadable: int = 0  # number of logs that cannot be read
     official: str = "no verdict"  # of the package checker: "passed", or its first complaint
     official_score: float | None = None  # minutes, from the summarizer
     score: float | None = None  # minutes, from submission.score
@@ -65,20 +64,8 @@ class ResultSet:
 
     @property
     def verdict(self) -> str:
-        """CLEAN, ACCEPTED or NOT_CLEAN, as for one log.
-
-        One of the logs may have errors, because it counts as the run that did not converge.
-        """
-        failed = self.unreadable
-        findings: list[Finding] = []
-        for examined in self.examined:
-            if examined.errors():
-                failed += 1
-            else:
-                findings += examined.findings
-        if failed > 1 or errors(self.set_findings):
-            return NOT_CLEAN
-        return verdict_of(findings)
+        """CLEAN, ACCEPTED or NOT_CLEAN: the verdict of `check` on the folder."""
+        return result_set.verdict(self.examined)
 
     @property
     def set_findings(self) -> list[Finding]:
@@ -196,10 +183,8 @@ def _judge_all(submitter: Path, sets: list[ResultSet], ruleset: str | None) -> N
     for each in sets:
         shown = result_set.shown_rounds(each.folder)
         for path in sorted(each.folder.glob("result_*.txt")):
-            try:
+            with contextlib.suppress(ConfigError):  # its set has too few logs
                 each.examined.append(examine(path, ruleset, project_root=None, set_rounds=shown))
-            except ConfigError:
-                each.unreadable += 1
         rulesets.update(examined.verdict.rules for examined in each.examined)
         each.score = our_score(each.folder, ruleset)
     if not ruleset:

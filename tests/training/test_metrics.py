@@ -7,16 +7,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from common import benchmarks
+from common import config as configs
 from common.errors import NonFinite
 from common.gpu_kinds import KINDS
 from common.model.shapes import LLAMA31_8B
 from common.paths import ROOT
 from common.training.heartbeat import Heartbeat
-from common.training.metrics import Events, Meter, ProgressLog, StepRate
+from common.training.metrics import Events, Meter, ProgressLog, StepRate, make_meter
 
 pytestmark = pytest.mark.quick
 
@@ -41,7 +44,7 @@ def test_only_rank_0_shows_lines():
 
 @pytest.mark.parametrize("gpu", ["H100", "H200"])
 def test_the_8b_model_at_10000_tokens_per_second_makes_514_7_tflops_and_52_percent_of_hopper(gpu):
-    flops, peak = LLAMA31_8B.training_flops_per_token(8192), KINDS[gpu].peak_bf16_tflops
+    flops, peak = LLAMA31_8B.training_flops(8192).total, KINDS[gpu].peak_bf16_tflops
     assert peak == 989.4  # NVIDIA H100 and H200 SXM data sheets, dense
     rate = StepRate.of(
         step_time_ms=3276.8,
@@ -53,6 +56,46 @@ def test_the_8b_model_at_10000_tokens_per_second_makes_514_7_tflops_and_52_perce
     assert rate.tokens_per_s_per_gpu == pytest.approx(10_000, rel=1e-12)
     assert round(rate.tflops_per_gpu, 1) == 514.7 and round(rate.mfu, 3) == 0.520
     assert rate.text() == "10,000 tok/s/GPU, 515 TFLOP/s/GPU, MFU 52.0%"
+
+
+def meter_on(device: str, benchmark: str, file: str, **overrides: str) -> Meter:
+    config = configs.load(
+        ROOT / "configs" / benchmark / file, benchmarks.config_class(benchmark), overrides
+    )
+    processes = SimpleNamespace(device=torch.device(device), world_size=config.world_size)
+    return make_meter(config, benchmarks.rules_of(benchmark, config), processes, Events(None))
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "linear", "tokens_per_s", "gflops", "text"),
+    [
+        # GFLOP per token: linear layers of the blocks; attention, adapters and head.
+        ("llama31_8b", "fp8", 17_586, (41.8759, 9.5945), "905"),
+        ("llama31_8b", "bf16", 11_116, (0, 51.4704), "572"),
+        ("llama2_70b_lora", "fp8", 3_296, (273.804, 33.5283), "1,010"),
+    ],
+)
+def test_mfu_divides_each_kind_of_work_by_the_peak_of_its_format(
+    benchmark, linear, tokens_per_s, gflops, text
+):
+    in_fp8, in_bf16 = gflops
+    mfu = tokens_per_s * (in_fp8 / 1978.9e3 + in_bf16 / 989.4e3)
+    meter = meter_on("cuda", benchmark, "H200_1x4.toml", linear=linear)
+    rate = StepRate.of(
+        1e3 * meter.tokens_per_step / 4 / tokens_per_s,
+        meter.tokens_per_step,
+        4,
+        meter.flops_per_token,
+        meter.peak_tflops,
+    )
+    assert rate.tflops_per_gpu == pytest.approx(tokens_per_s * sum(gflops) / 1e3, rel=1e-4)
+    assert rate.mfu == pytest.approx(mfu, rel=1e-4) and rate.mfu < 0.6
+    assert f" {text} TFLOP/s/GPU, MFU {mfu:.1%}" in rate.text()
+
+
+def test_a_miniature_and_a_cpu_have_no_mfu():
+    assert meter_on("cuda", "llama31_8b", "CPU_1x1.toml", gpu="H200").peak_tflops is None
+    assert meter_on("cpu", "llama31_8b", "H200_1x4.toml").peak_tflops is None
 
 
 def test_a_rate_is_that_of_one_gpu():

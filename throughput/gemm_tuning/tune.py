@@ -20,6 +20,7 @@ import torch.cuda.tunable as tunable
 from torch import Tensor
 
 from common.errors import PreflightError
+from common.text_tables import number
 from throughput.gemm_tuning.tunable_op_files import (
     Key,
     per_gpu,
@@ -143,7 +144,8 @@ def fault(key: Key, device: torch.device) -> str:
         error = relative_error(tuned, truth)
         if not error <= 2 * default + torch.finfo(torch.float32).eps:  # NaN fails as well
             scales = f"dequantization scales {pair[0]:g} and {pair[1]:g}"
-            return f"relative error {error:.2g} (default: {default:.2g}) at {scales}"
+            errors = f"{number(error, '.2g')} (default: {number(default, '.2g')})"
+            return f"relative error {errors} at {scales}"
     return ""
 
 

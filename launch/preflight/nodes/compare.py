@@ -102,7 +102,9 @@ def common_interfaces(networks: Mapping[str, Mapping[str, Mapping]]) -> list[str
 
 
 def propose(
-    networks: Mapping[str, Mapping[str, Mapping]], rdma: Mapping[str, Mapping[str, Mapping]]
+    networks: Mapping[str, Mapping[str, Mapping]],
+    rdma: Mapping[str, Mapping[str, Mapping]],
+    on_gpus: bool,
 ) -> tuple[dict[str, str], list[CheckRow]]:
     """Return the variables proposed for NCCL and RCCL, and the rows about them.
 
@@ -121,8 +123,12 @@ def propose(
         fastest = max((port["gbit_s"] for port in ports.values()), default=0)
         chosen[node] = ",".join(name for name, port in ports.items() if port["gbit_s"] == fastest)
     each = "; ".join(f"{node} {names or 'none'}" for node, names in chosen.items())
-    if not any(chosen.values()):
-        rows.append(skipped("RDMA ports", "none found: NCCL uses TCP"))
+    if not on_gpus:
+        rows.append(skipped("RDMA ports", "not used without GPUs"))
+    elif not any(chosen.values()):
+        value = "none is active: NCCL and RCCL fall back to TCP"
+        do = "check the driver of the network cards (ibstat), and what the containers get"
+        rows.append(CheckRow("RDMA ports", "warn", value, "equal on all nodes", do))
     elif len(set(chosen.values())) == 1:
         variables["NCCL_IB_HCA"] = "=" + next(iter(chosen.values()))
         rows.append(CheckRow("RDMA ports", "ok", f"NCCL_IB_HCA={variables['NCCL_IB_HCA']}"))

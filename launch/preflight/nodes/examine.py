@@ -79,6 +79,8 @@ class NodesCheck:
             arguments += ["--config", str(Path(options.config).absolute())]
         if options.device:
             arguments += ["--device", options.device]
+        if options.gpu_kind:
+            arguments += ["--gpu-kind", options.gpu_kind]
         flags = {"--quick": options.quick, "--miniature": options.miniature}
         arguments += [flag for flag, is_set in flags.items() if is_set]
         sent = {name: text for name, text in self.environment.items() if name in SENT_VARIABLES}
@@ -114,7 +116,9 @@ class NodesCheck:
         nodes = self.passing()
         interfaces = {node: self.answers[node]["interfaces"] for node in nodes}
         rdma = {node: self.answers[node]["rdma"] for node in nodes}
-        self.proposal, rows = compare.propose(interfaces, rdma)
+        self.proposal, rows = compare.propose(
+            interfaces, rdma, bool(self.answers[nodes[0]]["gpus"])
+        )
         self.network += rows
         inform(f"all-reduce measuring on {len(nodes)} nodes ...")
         limit_s = START_S + PAIR_S * (len(nodes) + 1)

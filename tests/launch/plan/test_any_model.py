@@ -5,21 +5,25 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from probes import make_visible
 
+from common import benchmarks
 from common import config as configs
 from common.benchmarks import config_class
 from common.errors import ConfigError
 from common.estimate.memory import fits, memory_peak
-from common.estimate.mfu import remark, utilization, with_attention
+from common.estimate.mfu import by_parameters, remark, utilization, with_attention
 from common.estimate.workload import Workload, model_workload
 from common.gpu_kinds import GIB, KINDS
 from common.machine.hardware import Device, Probe
 from common.model.families import shape_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from common.paths import ROOT
+from common.training.metrics import Events, StepRate, make_meter
 from launch.plan.command import main
 from launch.plan.model import layouts, model_plan
 from launch.plan.plans import config_plan, describe
@@ -307,7 +311,7 @@ def test_mfu_of_the_worked_example(capsys):
 
     With a factor of 4 instead of 6 it is 0.532 %.
     """
-    full, lora = utilization(405e9, 1024, 30, 8, 1.3e15)
+    full, lora = utilization(by_parameters(405e9), 1024 / 30 / 8, 1300, 1300)
     assert full.mfu == pytest.approx(0.00798, abs=5e-6) and lora.mfu == pytest.approx(
         0.00532, abs=5e-6
     )
@@ -331,7 +335,7 @@ def test_mfu_with_a_shape_adds_attention(capsys):
     rows = {
         each.formula: each.tflops
         for each in utilization(
-            shape.num_parameters, 8192, 1, 1, 1e15, with_attention(shape, 8192, 16)
+            by_parameters(shape.num_parameters) | with_attention(shape, 8192, 16), 8192, 1000, 1000
         )
     }
     masked = 6 * 32 * 8192 * 4096
@@ -353,6 +357,37 @@ def test_mfu_with_a_shape_adds_attention(capsys):
     assert code == 0 and "32,768 tokens in 0.5 s" in text and "989.4 TFLOP/s" in text
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "options", "formula"),
+    [
+        ("llama31_8b", "--model llama3.1-8b --batch 4 --seconds 1.8633", "full, 6 N + 6 L"),
+        ("llama2_70b_lora", "--model llama2-70b --batch 2 --seconds 4.9381", "LoRA, 4 N + 6 N"),
+    ],
+)
+def test_mfu_of_a_step_in_fp8_is_the_one_that_bench_and_a_run_print(
+    capsys, benchmark, options, formula
+):
+    config = configs.load(
+        ROOT / "configs" / benchmark / "H200_1x4.toml", benchmarks.config_class(benchmark), {}
+    )
+    rules = benchmarks.rules_of(benchmark, config)
+    meter = make_meter(config, rules, SimpleNamespace(device=torch.device("cuda")), Events(None))
+    milliseconds = 1e3 * float(options.split()[-1])
+    rate = StepRate.of(
+        milliseconds, meter.tokens_per_step, 4, meter.flops_per_token, meter.peak_tflops
+    )
+    line = f"--mfu {options} --seq 8192 --gpu H200 --gpus 4 --precision fp8"
+    code, text = planned(capsys, line)
+    assert code == 0 and "Above 100 %" not in text and "1,978.9 TFLOP/s in FP8" in text
+    code, text = planned(capsys, f"{line} --json")
+    [mfu] = [
+        each["mfu"]
+        for each in json.loads(text)
+        if each["formula"].startswith(formula) and "causal" in each["formula"]
+    ]
+    assert mfu == pytest.approx(rate.mfu, rel=1e-9) and 0.5 < mfu < 0.6
+
+
 def test_mfu_for_programs(capsys):
     line = "--mfu --params 405e9 --tokens 1024 --seconds 30 --peak 1.3e15 --gpus 8 --json"
     code, text = planned(capsys, line)
@@ -362,10 +397,10 @@ def test_mfu_for_programs(capsys):
 
 def test_remarks_on_implausible_utilization():
     assert (
-        "wrong" in remark(utilization(1e9, 1, 1, 1, 1.3e11))
-        and remark(utilization(1e9, 10, 1, 1, 1.3e11)) == ""
+        "wrong" in remark(utilization(by_parameters(1e9), 1, 0.13, 0.13))
+        and remark(utilization(by_parameters(1e9), 10, 0.13, 0.13)) == ""
     )
-    assert "Above 100 %" in remark(utilization(1e9, 100, 1, 1, 1e11))
+    assert "Above 100 %" in remark(utilization(by_parameters(1e9), 100, 0.1, 0.1))
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -5,13 +5,16 @@ from dataclasses import fields, replace
 import pytest
 
 from common import config as configs
-from common.benchmarks import config_class
-from common.errors import OutOfMemory
+from common.benchmarks import config_class, rules_of
+from common.errors import ConfigError, OutOfMemory
 from common.estimate.memory import fits, gib, memory_peak, usable_bytes
 from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.paths import ROOT
+from common.records import rcp
+from launch.plan.command import main as plan
 from launch.plan.derive_config import HEADROOM, derive, nearest_file
+from launch.plan.scaling import benchmark_point
 from launch.selection.choose import choose
 from launch.selection.machine import NO_GPUS, Machine
 from launch.selection.request import Request
@@ -69,6 +72,92 @@ def test_every_kind_in_every_number_fits_or_is_refused_for_its_memory(benchmark,
         config.eval_micro_batch_size == 1
         or eval_samples % (gpus * config.eval_micro_batch_size) == 0
     )
+
+
+# Global batch, learning rate and warm-up steps, by the RCPs.
+ON_NODES = [
+    (PRETRAINING, "MI355X_2x8", 16, 4e-4, 16, "RCP's"),
+    (PRETRAINING, "MI300X_4x8", 32, 8e-4, 128, "RCP's"),
+    (PRETRAINING, "H200_6x8", 48, 8e-4, 107, "interpolated"),
+    (PRETRAINING, "B200_32x8", 256, 6e-3, 385, "beyond"),
+    (LORA, "MI355X_2x8", 16, 4e-4, 0, "RCP's"),
+    (LORA, "MI300X_8x8", 64, 6e-4, 0, "interpolated"),
+]
+
+
+@pytest.mark.parametrize(("benchmark", "name", "batch", "rate", "warmup", "source"), ON_NODES)
+def test_several_nodes_get_the_batch_that_reaches_the_target_first(
+    benchmark, name, batch, rate, warmup, source
+):
+    config, text = derived(benchmark, name)
+    kind = KINDS[config.gpu]
+    assert name == f"{config.gpu}_{config.nodes}x{config.gpus_per_node}" and source in text
+    assert (config.global_batch_size, config.opt_base_learning_rate) == (batch, rate)
+    assert getattr(config, "opt_learning_rate_warmup_steps", 0) == warmup
+    rules = rules_of(benchmark, config)
+    assert config.max_samples % rules.eval_interval(batch) == 0
+    assert 1.9 < config.max_samples / rcp.samples_to_target(rules, batch)[0] < 2.1
+    assert fits(*peak(benchmark, config, kind))
+    minutes = benchmark_point(benchmark, kind, config.world_size).minutes
+    for other in rules.reference_runs:
+        if other % config.world_size == 0 and other != batch:
+            assert (
+                minutes < benchmark_point(benchmark, kind, config.world_size, batch=other).minutes
+            )
+
+
+@pytest.mark.parametrize("benchmark", [PRETRAINING, LORA])
+@pytest.mark.parametrize("kind", ["MI325X", "MI350X", "H200"])
+def test_the_shipped_files_of_two_nodes_are_what_is_derived_for_their_batch(benchmark, kind):
+    """But for the layers that LoRA offloads on an H200, which were measured on one node."""
+    folder = ROOT / "configs" / benchmark
+    shipped = configs.load(folder / f"{kind}_2x8.toml", config_class(benchmark))
+    one_node = configs.read(folder / f"{kind}_1x8.toml", config_class(benchmark))
+    batch = {"global_batch_size": str(shipped.global_batch_size)}
+    config, _ = derive(benchmark, replace(one_node, overrides=batch), KINDS[kind], 8, 2)
+    if shipped.offload_layers:
+        config = replace(config, offload_layers=shipped.offload_layers)
+    assert config == shipped
+
+
+def test_a_key_of_the_command_line_replaces_that_of_the_reference():
+    config, _ = derived(PRETRAINING, "MI355X_2x8", global_batch_size=64, max_samples=24576)
+    assert (config.opt_base_learning_rate, config.max_samples) == (8e-4, 24576)
+    for batch, word in ((20, "share"), (8, "reference")):
+        with pytest.raises(ConfigError, match=word):
+            derived(PRETRAINING, "MI355X_2x4", global_batch_size=batch)
+    with pytest.raises(ConfigError, match="3 processes"):
+        derived(PRETRAINING, "CPU_3x1")
+
+
+def test_gpus_of_unknown_speed_get_the_fewest_sequences():
+    machine = GpuKind("X", "amd", "gfx942", 304, 192 * GIB, 0.0, 0.0)
+    config, _ = derived(PRETRAINING, "X_3x8", machine)
+    assert (config.nodes, config.global_batch_size, config.gpu) == (3, 24, "X")
+
+
+@pytest.mark.parametrize(("benchmark", "batch"), [(PRETRAINING, 16), (LORA, 8)])
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_the_miniature_on_several_nodes_keeps_its_batch(benchmark, batch, nodes):
+    config, _ = derived(benchmark, f"CPU_{nodes}x1")
+    file = configs.load(ROOT / "configs" / benchmark / "CPU_1x1.toml", config_class(benchmark))
+    assert (config.nodes, config.micro_batch_size * nodes, config.miniature) == (nodes, batch, True)
+    assert [key for key in CONVERGENCE if getattr(config, key, 0) != getattr(file, key, 0)] == []
+
+
+def test_a_written_config_is_the_derived_one_and_replaces_no_file(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "MI355X_2x8.toml"
+    monkeypatch.setenv("DGXSYSTEM", "MI355X_2x8")
+    for benchmark in (LORA, PRETRAINING):
+        path.unlink(missing_ok=True)
+        assert plan(benchmark, ["--write", str(path)]) == 0
+        loaded = configs.load(path, config_class(benchmark))
+        assert loaded == derived(benchmark, "MI355X_2x8")[0]
+        assert "moment_precision" not in path.read_text(), "defaults are left out"
+    for words, word in (([], "exists"), (["--all"], "--write"), (["--scaling", "H200"], "--write")):
+        with pytest.raises(ConfigError, match=word):
+            plan(PRETRAINING, [*words, "--write", str(path)])
+    assert configs.load(path, config_class(PRETRAINING)) == loaded
 
 
 def test_the_fewest_layers_are_recomputed_that_leave_room():

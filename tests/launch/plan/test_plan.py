@@ -307,6 +307,16 @@ def test_a_frozen_base_by_hand(storage, layouts, buffers):
     assert FROZEN_BUFFERS == NUM_BUFFERS
 
 
+def test_transposes_of_some_layers_by_hand():
+    layer = 855_638_016
+    weights = []
+    for layers in (0, 32, 80):
+        changes = {"frozen_base": "replicated", "transposed_layers": layers}
+        config, work = shipped(LORA, "MI300X_1x8", **changes)
+        weights.append(memory_peak(config, work).parts["weights"])
+    assert [size - weights[0] for size in weights] == [0, 32 * layer, 80 * layer]
+
+
 def test_a_frozen_base_in_bf16_by_hand():
     """W serves both passes: nothing is transposed, and only a sharded base is gathered."""
     for storage, gpus, buffers in (("sharded", 4, 3), ("replicated", 1, 0)):
@@ -565,6 +575,23 @@ def test_one_config_that_fits(capsys):
         "nothing else changes: 2." in text and ": 51.47 GFLOP" not in text and "51.47 GFLOP" in text
     )
     assert all(f"| {kind} " in text for kind in KINDS)
+
+
+@pytest.mark.parametrize(("benchmark", "sizes"), [(PRETRAINING, ["80.0 GB"]), (LORA, ["138 GB"])])
+def test_ten_runs_and_the_files_to_fetch_are_named(benchmark, sizes, capsys, monkeypatch):
+    config = str(config_path(ROOT, benchmark, "MI325X_1x8"))
+    code, text = planned(capsys, benchmark, "--config", config)
+    estimated = json.loads(planned(capsys, benchmark, "--config", config, "--json")[1])
+    hours = estimated["MI325X_1x8"]["estimate"]["minutes"] / 60 * 10
+    assert code == 0 and f"ten runs: {hours:,.1f} hours, {hours * 8:,.0f} GPU-hours" in text
+    for part in divisions(benchmark)["closed"].downloads:
+        assert part.what in text and part.license in text
+    assert all(size in text for size in sizes) and f"{benchmark} prepare fetch" in text
+    make_visible(monkeypatch, Probe("none"))
+    assert "To fetch: " in planned(capsys, benchmark)[1]
+    open_run = str(ROOT / "open_llama/examples/pretrain_1b.toml")
+    code, text = planned(capsys, "open_llama", "--config", open_run, "--set", "gpu=H200")
+    assert "ten runs" not in text and "To fetch" not in text
 
 
 def test_one_config_that_does_not_fit(capsys):

@@ -9,9 +9,11 @@ from probes import make_visible
 
 from common.benchmarks import divisions
 from common.errors import ConfigError, OutOfMemory, StorageError
+from common.estimate.links import LINK_SHARE
 from common.gpu_kinds import GIB, KINDS
 from common.machine.hardware import Device, Probe
 from common.paths import ROOT
+from common.records import rcp
 from common.records.published import RESULTS
 from launch.plan import scaling
 from launch.plan.command import main
@@ -20,36 +22,40 @@ RULES = divisions("llama31_8b")["closed"]
 H200 = KINDS["H200"]
 
 
-def point(gpus: int, batch: int, network: float = 50.0) -> scaling.ScalingPoint:
-    return scaling.benchmark_point("llama31_8b", H200, gpus, batch, network)
+def exposed_s(gpus: int, batch: int, network: float = 50.0) -> float:
+    """Return the exposed time of a step on MI355X, which has no file for several nodes."""
+    point = scaling.benchmark_point("llama31_8b", KINDS["MI355X"], gpus, network, batch)
+    assert point.config.global_batch_size == batch and point.speed.exposed_s is not None
+    return point.speed.exposed_s
 
 
-def test_samples_between_two_batches_are_on_the_line_between_them():
+def test_values_between_two_batches_are_on_the_line_between_them():
     values = {16: 100.0, 32: 200.0, 64: 600.0}
-    assert scaling.interpolated(values, 32) == (200.0, True)
-    assert scaling.interpolated(values, 24) == (150.0, False)
-    assert scaling.interpolated(values, 48) == (400.0, False)
-    assert scaling.interpolated(values, 128) == (1400.0, False), "the last line goes on"
-    with pytest.raises(ValueError, match="16"):
-        scaling.interpolated(values, 8)
+    assert rcp.at_batch(values, 32) == (200.0, rcp.MEASURED)
+    for batch, value, word in ((24, 150.0, "interpolated"), (48, 400.0, "interpolated")):
+        found, source = rcp.at_batch(values, batch)
+        assert found == value and word in source
+    assert rcp.at_batch(values, 128)[0] == 1400.0, "the last line goes on"
+    assert "beyond" in rcp.at_batch(values, 128)[1]
+    with pytest.raises(ConfigError, match="8"):
+        rcp.at_batch(values, 8)
 
 
 def test_one_gpu_has_no_traffic_and_more_gpus_wait_for_links():
-    assert point(1, 16).exposed_s == 0.0
-    assert 0.0 < point(8, 16).exposed_s < point(16, 16).exposed_s
-    assert point(16, 16, network=1.0).exposed_s > 10 * point(16, 16).exposed_s
+    assert exposed_s(1, 16) == 0.0
+    assert 0.0 < exposed_s(8, 16) < exposed_s(16, 16)
+    assert exposed_s(16, 16, network=1.0) > 10 * exposed_s(16, 16)
 
 
 def test_a_slow_network_adds_the_traffic_that_no_arithmetic_hides():
     """1 GB/s: an all-reduce over 2 nodes sends 1 / 8 of 16 GB of gradients, at 0.703 of that."""
     values = 2 * RULES.shape.num_parameters
-    seconds = values / 8 / (1e9 * scaling.LINK_SHARE)
-    slow = point(16, 16, network=1.0)
-    assert slow.exposed_s == pytest.approx(seconds, rel=0.25)
+    seconds = values / 8 / (1e9 * LINK_SHARE)
+    assert exposed_s(16, 16, network=1.0) == pytest.approx(seconds, rel=0.25)
 
 
 def test_every_gpu_gets_a_whole_sequence():
-    best = scaling.best_points("llama31_8b", H200, RULES, 50.0)
+    best = scaling.benchmark_points("llama31_8b", H200)
     for gpus, found in best.items():
         assert found is not None
         assert found.config.global_batch_size % gpus == 0
@@ -59,15 +65,32 @@ def test_every_gpu_gets_a_whole_sequence():
 
 def test_trays_of_a_rack_are_linked_by_nvlink():
     rack, racks = (
-        scaling.benchmark_point("llama31_8b", KINDS["GB300"], gpus, 128, 50.0) for gpus in (64, 128)
+        scaling.benchmark_point("llama31_8b", KINDS["GB300"], gpus, batch=128).speed.exposed_s
+        for gpus in (64, 128)
     )
-    assert racks.exposed_s > 5 * rack.exposed_s
+    assert racks > 5 * rack
 
 
 def test_scaling_stops_paying_where_the_reference_needs_more_sequences():
     """A fixed rate per GPU and the reference's samples: 64 to 128 GPUs saves 24 %."""
-    best = scaling.best_points("llama31_8b", H200, RULES, 50.0)
-    assert scaling.last_paying(best) == 64
+    assert scaling.last_paying(scaling.benchmark_points("llama31_8b", H200)) == 64
+
+
+def test_a_row_is_the_config_that_its_command_starts(capsys, monkeypatch):
+    """On a slow network, with the batch of the row."""
+    for network in ([], ["--network", "1"]):
+        assert main("llama31_8b", ["--scaling", "MI355X", "--json", *network]) == 0
+        rows = {row["GPUs"]: row for row in json.loads(capsys.readouterr().out)}
+        for gpus in ("16", "64"):
+            row = rows[gpus]
+            words = ["--set", f"global_batch_size={row['global batch']}"] if network else []
+            monkeypatch.setenv("DGXSYSTEM", f"MI355X_{int(gpus) // 8}x8")
+            assert main("llama31_8b", ["--json", *words]) == 0
+            (plan,) = json.loads(capsys.readouterr().out).values()
+            config = plan["config"]
+            assert str(config["global_batch_size"]) == row["global batch"]
+            assert f"{config['opt_base_learning_rate']:.2g}" == row["learning rate"]
+        assert (rows["16"]["global batch"] == "16") == (not network)
 
 
 def test_published_results_of_several_nodes_are_calculated_within_their_spread():
@@ -79,9 +102,9 @@ def test_published_results_of_several_nodes_are_calculated_within_their_spread()
             continue
         nodes = result.gpus // scaling.gpus_per_node(kind, result.gpus)
         if nodes > 1 and result.batch % result.gpus == 0:
-            found = scaling.benchmark_point(result.benchmark, kind, result.gpus, result.batch, 50.0)
+            found = scaling.benchmark_point(result.benchmark, kind, result.gpus, batch=result.batch)
             published = result.samples_per_s * 8192 / result.gpus
-            errors.append(abs(found.tokens_per_s_per_gpu / published - 1))
+            errors.append(abs(found.speed.tokens_per_s_per_gpu / published - 1))
     assert len(errors) > 10
     assert sorted(errors)[len(errors) // 2] < 0.15
 

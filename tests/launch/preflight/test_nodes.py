@@ -35,10 +35,13 @@ def test_only_active_rdma_ports_are_proposed_and_only_the_fastest(tmp_path):
         (port / "rate").write_text(rate)
     rdma = network.rdma_ports(tmp_path)
     assert rdma["mlx5_0:1"]["gbit_s"] == 400 and "mlx5_2:1" not in rdma
-    same, _ = compare.propose({}, {"a": rdma, "b": rdma})
+    same, _ = compare.propose({}, {"a": rdma, "b": rdma}, True)
     assert same == {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"}
-    different, rows = compare.propose({}, {"a": rdma, "b": {}})
+    different, rows = compare.propose({}, {"a": rdma, "b": {}}, True)
     assert different == {} and rows[-1].verdict == "warn" and "b none" in rows[-1].value
+    for on_gpus, verdict in ((True, "warn"), (False, "skipped")):
+        row = compare.propose({}, {"a": {}, "b": {}}, on_gpus)[1][-1]
+        assert row.verdict == verdict and ("TCP" in row.value) is on_gpus
 
 
 def interface(address, gbit_s=0):
@@ -57,11 +60,11 @@ def test_the_proposed_interface_leads_to_the_other_nodes():
             "ib0": interface(f"10.1.0.{number}/24", 200),
             "ib1": interface("", 400),
         }
-    assert compare.propose(nodes, {})[0] == {"NCCL_SOCKET_IFNAME": "=ib0"}
+    assert compare.propose(nodes, {}, True)[0] == {"NCCL_SOCKET_IFNAME": "=ib0"}
     del nodes["host2"]["ib0"]
-    assert compare.propose(nodes, {})[0] == {"NCCL_SOCKET_IFNAME": "=eth0"}
+    assert compare.propose(nodes, {}, True)[0] == {"NCCL_SOCKET_IFNAME": "=eth0"}
     del nodes["host2"]["eth0"]
-    proposal, rows = compare.propose(nodes, {})
+    proposal, rows = compare.propose(nodes, {}, True)
     assert proposal == {} and rows[0].verdict == "skipped"
 
 

@@ -1,0 +1,64 @@
+"""Time in which the GPUs of a step only wait for the links between them. Standard library only.
+
+The traffic is what common/sharding/zero.py sends: per micro-batch a reduce-scatter within the node
+and an all-reduce between nodes, per step an all-gather within the node.
+"""
+
+from __future__ import annotations
+
+from common.config import RunConfig
+from common.estimate.memory import BYTES
+from common.estimate.workload import Workload
+from common.gpu_kinds import GpuKind
+
+# GPUs of one host: 4 on the trays of GB200 and GB300, 8 elsewhere.
+ON_TRAYS = ("GB200", "GB300")
+RACK = 72  # GPUs that NVLink connects across trays
+# GB/s in one direction that all links of a GPU in the node offer, from data sheets.
+LINK_PEAKS = {
+    "NVLink 4": 450.0,
+    "NVLink 5": 900.0,
+    "AMD Infinity Fabric (XGMI)": 448.0,  # MI300X: 7 links of 64; later kinds have faster ones
+}
+# Share of the links' peak that collectives reach: 316.4 GB/s, all-reduce on 2 H200
+# (docs/results.md). Assumed for every kind and for the network.
+LINK_SHARE = 316.4 / 450.0
+NETWORK_GB_S = 50.0  # per GPU between nodes: one network card of 400 Gbit/s for each GPU, assumed
+BACKWARD_SHARE = 2 / 3  # share of the backward in the time of a forward and backward
+
+
+def exposed_seconds(
+    config: RunConfig, work: Workload, kind: GpuKind, compute_s: float, network_gb_s: float
+) -> float:
+    """Return the part of a step in which a GPU waits for links.
+
+    `compute_s`: seconds of the step's arithmetic. `network_gb_s`: per GPU between nodes.
+
+    In pre-training, collectives overlap with the arithmetic. The GPU waits for the last module's
+    reduction, for the first module's gather, and for traffic that takes longer than the arithmetic
+    beside it. With LoRA it waits for the whole all-reduce of the adapters' gradients.
+    """
+    gpus = config.gpus_per_node
+    nodes = config.nodes
+    shape = work.shape
+    modules = shape.num_layers + 2  # the blocks, embedding and head
+    in_node = LINK_PEAKS[kind.interconnect] * LINK_SHARE * 1e9
+    in_rack = kind.name in ON_TRAYS and config.world_size <= RACK
+    between = in_node if in_rack else network_gb_s * LINK_SHARE * 1e9
+    if work.lora_rank:
+        # Every rank holds all adapters. Their fp32 gradients are summed once per step.
+        values = 4 * shape.lora_parameters(work.lora_rank)
+        reduce_s = 2 * (1 - 1 / gpus) * values / in_node
+        reduce_s += 2 * (1 - 1 / nodes) * values / gpus / between
+        return reduce_s
+    values = BYTES[config.precision] * shape.num_parameters
+    reduce_s = (1 - 1 / gpus) * values / in_node
+    reduce_s += 2 * (1 - 1 / nodes) * values / gpus / between
+    gather_s = (1 - 1 / gpus) * values / in_node
+    passes = config.gradient_accumulation_steps
+    pass_s = compute_s / passes
+    # The first reduction starts with the first backward, and the first gather is needed at once.
+    behind_reductions_s = compute_s - pass_s * (1 - BACKWARD_SHARE)
+    late_reduction_s = max(0.0, passes * reduce_s - behind_reductions_s)
+    late_gather_s = max(0.0, gather_s - pass_s * (1 - BACKWARD_SHARE))
+    return late_reduction_s + late_gather_s + (reduce_s + gather_s) / modules
