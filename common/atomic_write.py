@@ -1,5 +1,7 @@
 """Write files and folders whole: under a temporary name in the target's folder, then rename them.
 
+A file is synced to the disk before it gets its name, so that a power failure leaves no empty one.
+
 The temporary name is random and is created exclusively, so that it never leads through a link to a
 file elsewhere. It also holds the identity of its writer: what a killed process leaves behind is
 removed by the next writer of the same target, and what a living one writes is not. Standard library
@@ -9,6 +11,7 @@ only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -42,12 +45,14 @@ def copy_whole(source: Path, target: Path) -> None:
 def new_file(target: Path) -> Iterator[BinaryIO]:
     """Open a file that gets the name `target` when the block ends without an exception.
 
-    It replaces a file or link of that name. After an exception, it is removed. Raises OSError.
+    It replaces a file or link of that name. After an exception, it is removed. Raises OSError with
+    the target's name.
     """
     file = create(target)
     try:
-        with file:
+        with naming(target), file:
             yield file
+            sync(file)
         rename_complete(Path(file.name), target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -79,6 +84,27 @@ def create(target: Path) -> BinaryIO:
     """
     remove_leftovers(target)
     return open(_new_name(target), "xb", opener=_open_exclusively)
+
+
+def sync(file: BinaryIO) -> None:
+    """Write a file to the disk. Raises OSError."""
+    file.flush()
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot
+            raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add `path` to an OSError without a file name, as of a read or a write."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def rename_complete(partial: Path, target: Path) -> None:

@@ -15,11 +15,13 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from common.errors import ConfigError, Interrupted, RunError, StorageError, failure_of
-from common.terminal import QUIET, print_stderr
+from common.terminal import QUIET, PrintableStream, print_stderr
 
 PROGRAM = "./run_and_time.sh"
 # Options of every command -> environment variables by which they are passed on.
@@ -47,12 +49,15 @@ PIPE_CLOSED = 141  # exit code that a shell reports for a program killed by SIGP
 def exit_code_of(work: Callable[[], int | None]) -> int:
     """Call `work` and return its exit code, with 0 for None.
 
-    If it raises a known error, print the error's three lines and return its exit code. A reader of
-    the output that exits early, such as `head`, causes no traceback.
+    If it raises a known error, print the error's three lines and return its exit code. SIGTERM and
+    SIGHUP are such errors, unless a handler of the caller or of `work` takes them. A reader of the
+    output that exits early, such as `head`, causes no traceback. What `work` prints on a terminal
+    has no control characters.
     """
     try:
-        code = work()
-        sys.stdout.flush()
+        with _interruptible(), _printable():
+            code = work()
+            sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
         # The interpreter flushes stdout again at exit, which must not fail.
@@ -70,6 +75,43 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
         failure = known
     print_stderr(failure.lines())
     return failure.exit_code
+
+
+@contextmanager
+def _printable() -> Iterator[None]:
+    """Print no control characters of foreign files on the terminal."""
+    before = sys.stdout
+    if before is None or not before.isatty():
+        yield
+        return
+    stream: Any = PrintableStream(before)
+    sys.stdout = stream
+    try:
+        yield
+    finally:
+        if sys.stdout is stream:  # `outlive_readers` may have replaced it
+            sys.stdout = before
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise Interrupted at SIGTERM and SIGHUP, if they would end this process at once."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    signals = []
+    if threading.current_thread() is threading.main_thread():
+        candidates = (signal.SIGTERM, signal.SIGHUP)
+        signals = [each for each in candidates if signal.getsignal(each) is signal.SIG_DFL]
+    for number in signals:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in signals:
+            if signal.getsignal(number) is interrupt:  # `work` may have its own handler now
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _refused_file_operation(error: OSError) -> StorageError:

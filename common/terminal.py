@@ -31,14 +31,24 @@ QUIET = "RUN_QUIET"  # set by --quiet
 UNLIMITED = 10_000  # columns of a file or pipe: lines are not folded
 DEFAULT_COLUMNS = 80  # of a terminal that does not report its width
 _live: Live | None = None  # the active live display; messages are printed above it
+CONTROL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 LABEL = re.compile(r" *(\w+:?  +|(error|why|do|note|warning): +)")  # label at the start of a line
 
 
 # --- messages -------------------------------------------------------------------------------------
 
 
+def printable(text: str) -> str:
+    """Return `text` without control characters, such as those of a foreign file's name.
+
+    Line ends, tabs and the sequences that set colors remain.
+    """
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def print_stderr(*lines: str) -> None:
     """Print `lines` on stderr. On a terminal, fold them between words and color errors."""
+    lines = tuple(map(printable, lines))
     if not sys.stderr.isatty() or not has_rich():
         print("\n".join(lines), file=sys.stderr, flush=True)
         return
@@ -343,6 +353,19 @@ class Progress:
 
 
 # --- readers that exit ----------------------------------------------------------------------------
+
+
+class PrintableStream:
+    """A text stream that writes only what is `printable`."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._stream.write(printable(text))
 
 
 class DroppingStream:

@@ -27,7 +27,7 @@ from common.paths import ROOT
 from common.records.trackers import TRACKERS
 from common.repository import refusal_reasons
 from common.terminal import inform
-from common.training.log_keys import submission_status
+from common.training.log_keys import submission_texts
 from launch import series, system_settings
 from launch.job import AUTO, job_from, trainer_command
 from launch.job_command import (
@@ -133,7 +133,7 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
     request = series.request_from(
         os.environ, options.max_failures, options.resume, options.take_over
     )
-    submission_status(os.environ)  # raises ConfigError now, instead of in the ranks
+    submission_texts(os.environ)  # raises ConfigError now, instead of in the ranks
     if options.continues:  # also if --continue auto finds no run
         series.require_single_run(request)
     job = job_from(benchmark, options)

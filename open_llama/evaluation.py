@@ -20,13 +20,13 @@ from common.data.indexed_dataset_header import (
 from common.data.preparation import require_as_recorded, say
 from common.errors import ConfigError, NonFinite, PreflightError
 from common.kernels.attention import attention_backends
+from common.model.checkpoint_files import read_json
 from common.model.checkpoint_loader import load_base
 from common.model.checkpoint_names import CONFIG
-from common.model.checkpoint_reader import read_json
 from common.model.families import CONTEXT, family_of, require_within_window
 from common.model.fused_block import fused_llama
 from common.model.llama import Llama
-from common.model.merged_adapter import read_adapter
+from common.model.merged_adapter import read_adapter, require_modules
 from common.model.peft_adapter import OUTPUT, SPLIT, require_adapter
 from common.model.precision import DTYPES, default_dtype
 from common.sharding.processes import start_processes
@@ -112,18 +112,20 @@ def load_model(folder: Path, sequence_length: int, device: torch.device) -> Llam
 def add_adapter(model: Llama, folder: Path) -> None:
     """Add alpha / rank x B A of the adapter in `folder`, in peft's format, to the weights.
 
-    Raises WeightsError if the adapter cannot be read, ConfigError if it does not fit the model.
+    Raises WeightsError if the adapter cannot be read or has other modules, ConfigError if their
+    sizes do not fit the model.
     """
     adapter = read_adapter(folder)
+    layers = [f"model.layers.{layer}.self_attn" for layer in range(model.shape.num_layers)]
+    require_modules(adapter, (f"{layer}.{name}" for layer in layers for name in (*SPLIT, OUTPUT)))
     try:
-        for layer in range(model.shape.num_layers):
+        for layer, attention in enumerate(layers):
             block: Any = model.blocks[layer]
-            attention = f"model.layers.{layer}.self_attn"
             qkv = torch.cat([adapter.product(f"{attention}.{name}") for name in SPLIT])
             output = adapter.product(f"{attention}.{OUTPUT}")
             for weight, product in ((block.qkv.weight, qkv), (block.o.weight, output)):
                 weight += (adapter.scale * product).to(weight.device, weight.dtype)
-    except (KeyError, RuntimeError) as error:
+    except RuntimeError as error:
         what = f"{folder} does not fit the model: {error}"
         do = "name the base that it was trained on"
         raise ConfigError(what, "the adapter was trained on another model", do) from error

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from common.data import corpus
-from common.errors import ConfigError, DataError, listed
+from common.errors import ConfigError, DataError, RunError, first_line, listed
 from common.model.families import TOKENS
+from common.paths import open_regular
 from common.training.continuation import data_record
 
 # File in DATADIR: identity of the preparation that made the files beside it, and the ids of TOKENS.
@@ -29,6 +30,8 @@ CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 COMPANIONS = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, "chat_template.jinja")
+LARGEST_VOCABULARY = 1 << 31  # tokens, of token files
+SPACE = "\u2581"  # a space, in the pieces of SentencePiece
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,25 @@ def load_tokenizer(path: Path, eos: str = "", control_tokens: bool = False) -> T
     files beside it add, and ConfigError if the end-of-text token is unknown.
     """
     path = tokenizer_file(path)
-    if path.suffix == ".json":
-        return _tokenizer_json(path, eos, control_tokens)
-    return _sentencepiece(path, eos)
+    try:
+        if path.suffix == ".json":
+            return _tokenizer_json(path, eos, control_tokens)
+        return _sentencepiece(path, eos)
+    except (RunError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # damaged rules raise anything, and a panic is no Exception
+        raise DataError(
+            f"{path}: cannot be used: {type(error).__name__}: {first_line(error)[:200]}",
+            "its rules are damaged or contradict each other",
+            "use the model's own tokenizer",
+        ) from error
 
 
 def tokenizer_file(path: Path) -> Path:
     """Return `path`, or the tokenizer file in the folder `path`. Raises DataError without one."""
-    if not path.exists():
+    if not path.is_file() and not path.is_dir():
         raise DataError(
-            f"{path}: no such file",
+            f"{path}: {'not a regular file' if path.exists() else 'no such file'}",
             "a tokenizer is a tokenizer.json or a SentencePiece model, or a folder with one",
             "check the path",
         )
@@ -157,6 +169,14 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
     end = model.piece_to_id(eos) if eos else model.eos_id()
     if end < 0 or (eos and end == model.unk_id()):
         raise _no_end(path, eos)
+    prefix = model.encode("a", out_type=str)[0].startswith(SPACE)
+    if config.get("add_prefix_space") not in (None, prefix):
+        raise DataError(
+            f"{path}: {'puts a' if prefix else 'puts no'} space before a text, but"
+            f" add_prefix_space is {config['add_prefix_space']} in {CONFIG}",
+            "other programs follow that file, and would give the model other ids",
+            "correct the entry or remove it",
+        )
     first = _named_token(config, "bos_token")
     bos = model.piece_to_id(first) if first else model.bos_id()
     start = [bos] if bos >= 0 and config.get("add_bos_token", True) else []
@@ -188,6 +208,8 @@ def _tokenizer_json(path: Path, eos: str, control_tokens: bool) -> Tokenizer:
     bos = empty[0] if empty else None
     # Not get_vocab_size(), which is smaller if ids are left out.
     size = max(tokenizer.get_vocab().values()) + 1
+    if size > LARGEST_VOCABULARY:
+        raise ValueError(f"token id {size - 1}, although token files have 32 bits for an id")
     return Tokenizer(encode, tokenizer.decode, size, bos, end)
 
 
@@ -232,7 +254,8 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            content = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         content = error
     if not isinstance(content, dict):

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from common.command_line import Parser, program
-from common.errors import CheckFailed, ConfigError
+from common.errors import CheckFailed, ConfigError, StorageError
 from common.folder_walk import walk
 from submission import official_tools, result_set
 from submission.check_output import json_line, lines, set_lines
@@ -93,7 +93,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
     for path in logs:
         try:
             examined = examine(path, ruleset, set_rounds=set_rounds.get(path.parent, ()))
-        except ConfigError as error:
+        except (ConfigError, StorageError) as error:
             print(error.lines(), file=sys.stderr)
             codes.append(error.exit_code)
             continue
@@ -114,7 +114,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
             for verdict in (CLEAN, ACCEPTED, NOT_CLEAN)
         )
         print(f"\n{len(logs)} logs: {counts}")
-    for code in (ConfigError.exit_code, CheckFailed.exit_code):
+    for code in (StorageError.exit_code, ConfigError.exit_code, CheckFailed.exit_code):
         if code in codes:
             return code
     return 0

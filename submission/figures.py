@@ -16,7 +16,7 @@ from submission.run import Run
 
 # Key of a record of the speed -> name of its figure.
 SPEED = {
-    "tokens_per_s_per_gpu": "tokens/s/GPU",
+    "tokens_per_s_per_gpu": "tokens/s/GPU, median",
     "padding": "padding",
     "tflops_per_gpu": "TFLOP/s/GPU",
     "mfu": "MFU",
@@ -32,6 +32,7 @@ FORMS = {
     "eval, s": ",.1f",
     "step, ms": ",.1f",
     "tokens/s/GPU": ",.0f",
+    "tokens/s/GPU, median": ",.0f",
     "padding": ".1%",
     "TFLOP/s/GPU": ",.4g",
     "MFU": ".1%",
@@ -89,8 +90,9 @@ def phases(run: Run) -> dict[str, float]:
 def figures_of(run: Run) -> dict[str, float | None]:
     """Return the figures of a run by their names in FORMS. Unknown figures are None.
 
-    GPU-hours count the GPUs of all nodes, from run_start to run_stop. kWh is the energy of the
-    sampled GPUs in the same time.
+    tokens/s/GPU is the mean over all training blocks, as in `runs` and `score`. The other speeds
+    are the median of the steps. GPU-hours count the GPUs of all nodes, from run_start to run_stop.
+    kWh is the energy of the sampled GPUs in the same time.
     """
     figures: dict[str, float | None] = dict.fromkeys(FORMS)
     seconds = phases(run)
@@ -105,6 +107,7 @@ def figures_of(run: Run) -> dict[str, float | None]:
         if finite(samples_per_epoch) and samples_per_epoch > 0:
             figures["epochs"] = evaluated[-1][0] / samples_per_epoch
     figures |= speed(run)
+    figures["tokens/s/GPU"] = run.tokens_per_s_per_gpu
     memory = [value for _, value in of_steps(run, "memory_gib")]
     figures["GiB, peak"] = max(memory, default=None)
     if run.gpus and run.gpu != "CPU" and run.minutes is not None:

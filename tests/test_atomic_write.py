@@ -1,11 +1,14 @@
 """Files and folders are written whole, never through a link, and by several processes at once."""
 
 import dataclasses
+import errno
 import os
 import resource
 import subprocess
 import sys
 import time
+from multiprocessing import Value
+from pathlib import Path
 
 import pytest
 import synthetic_series as synthetic
@@ -23,6 +26,7 @@ from common.atomic_write import (
     write_whole,
 )
 from common.config import load
+from common.data import text_parts
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import StorageError, write_record, write_text
 from common.measure import report as throughput_report
@@ -187,3 +191,53 @@ def test_names_and_modes_are_those_of_an_ordinary_file(tmp_path, name):
     path.unlink()
     left = leave_behind("new_file", path)
     assert left.name.startswith(name[:30]) and leftovers(path) == [left]
+
+
+def part_of_text(path: Path) -> None:
+    text_parts._start_worker(text_parts.Work(path, lambda path: list, 9, "text"), Value("q", 0))
+    text_parts.write_part([], path, text_parts.Work(path, lambda path: list, 9, "text"))
+
+
+def token_files(path: Path) -> None:
+    writer = IndexedDatasetWriter(path, 9)
+    writer.add([1, 2])
+    writer.finish()
+
+
+@pytest.mark.parametrize(
+    "name, names", [(part_of_text, 3), (token_files, 2), ("write_whole", 1), ("copy_whole", 1)]
+)
+def test_a_file_is_on_the_disk_before_it_has_its_name(name, names, tmp_path, monkeypatch):
+    synced, renamed = set(), set()
+    rename, fsync = Path.rename, os.fsync
+
+    def note_fsync(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def note_rename(self, target):
+        renamed.add(str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    (tmp_path / "source").write_bytes(b"x")
+    WRITERS.get(name, name)(tmp_path / "a.npz")
+    assert len(renamed) == names and renamed <= synced
+
+
+def test_a_file_system_without_fsync_is_accepted_and_a_full_one_is_named(tmp_path, monkeypatch):
+    def fail(number):
+        def fsync(descriptor):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    fail(errno.EINVAL)
+    write_whole(tmp_path / "a", b"x")
+    fail(errno.ENOSPC)
+    for write in (write_whole, lambda path, _: token_files(path)):
+        with pytest.raises(OSError) as caught:
+            write(tmp_path / "b", b"x")
+        assert Path(str(caught.value.filename)).stem == "b"
+    assert not (tmp_path / "b").exists() and not (tmp_path / "b.idx").exists()

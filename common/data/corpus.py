@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from common.atomic_write import write_whole
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, RunError, first_line
 from common.packages import pip_install
 
 # Folders that are separate packages on Debian, contain tests instead of prose, or are not part of
@@ -176,7 +176,7 @@ def load_sentencepiece(path: Path) -> Any:
 
     try:
         return sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise DataError(
             f"{path}: expected a SentencePiece model: {error}",
             "the file is missing or has another format; Llama 3's tokenizer.model, for example, is "
@@ -197,9 +197,11 @@ def load_tokenizer_json(path: Path) -> Any:
         raise ConfigError(f"{path}: {error}", why, pip_install("tokenizers")) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises no narrower class
+    except (RunError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the package raises Exception, and a panic is not one
         raise DataError(
-            f"{path}: expected a tokenizer.json: {error}",
+            f"{path}: expected a tokenizer.json: {first_line(error)}",
             "it is missing, damaged, or another file of that name",
             "fetch the model's tokenizer.json again",
         ) from error

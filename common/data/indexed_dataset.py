@@ -39,6 +39,7 @@ from common.data.indexed_dataset_header import (
     tokens_path,
 )
 from common.errors import StorageError
+from common.paths import open_regular
 
 CHUNK = 1 << 22  # entries checked at a time: 32 MiB of int64
 
@@ -77,7 +78,8 @@ class Index:
         path = index_path(prefix)
         try:
             # Not a memory map: if a mapped file is truncated later, SIGBUS kills the process.
-            raw = np.fromfile(path, np.uint8)
+            with open_regular(path) as file:
+                raw = np.fromfile(file, np.uint8)
         except OSError as error:
             raise cannot_open(path, error) from error
         header = read_header(path, raw[: HEADER.size].tobytes(), len(raw))
@@ -129,7 +131,7 @@ class Tokens(AbstractContextManager):
         self.index = index
         self.path = tokens_path(index.prefix)
         try:
-            self._file = self.path.open("rb", buffering=0)
+            self._file = open_regular(self.path)
         except OSError as error:
             raise cannot_open(self.path, error) from error
 

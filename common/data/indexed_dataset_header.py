@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import DataError
+from common.paths import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -74,7 +75,7 @@ def stored_sequences(prefix: Path, sequence_length: int) -> int:
     """
     path = index_path(prefix)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             header = read_header(path, file.read(HEADER.size), path.stat().st_size)
         path = tokens_path(prefix)
         size = path.stat().st_size
@@ -91,7 +92,7 @@ def stored_documents(prefix: Path, limit: int) -> int:
     path = index_path(prefix)
     documents = 0
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             header = read_header(path, file.read(HEADER.size), path.stat().st_size)
             for first in range(0, header.num_sequences, CHUNK):
                 count = min(CHUNK, header.num_sequences - first)

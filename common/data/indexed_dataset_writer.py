@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.atomic_write import create, rename_complete
+from common.atomic_write import create, naming, rename_complete, sync
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import (
     DTYPE_CODES,
@@ -59,23 +59,26 @@ class IndexedDatasetWriter:
                 f"ids from 0 to {self.vocab_size - 1}, stored as {self.dtype.name}",
                 f"id {low if low < 0 else high} in document {len(self.lengths)}",
             )
-        self._bin.write(wide.astype(self.dtype).tobytes())
+        with naming(path):
+            self._bin.write(wide.astype(self.dtype).tobytes())
         self.lengths.append(wide.size)
 
     def finish(self) -> Index:
         """Write the `.idx` and rename both files. Return the Index, read back with all checks."""
         if not self.lengths:
             raise content_error(tokens_path(self.prefix), "at least one document", "none")
-        self._bin.close()
+        with naming(tokens_path(self.prefix)), self._bin:
+            sync(self._bin)
         lengths = np.array(self.lengths, "<i4")
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
         offsets = ends - lengths * self.dtype.itemsize
         boundaries = np.arange(len(lengths) + 1, dtype="<i8")
         code = next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == self.dtype)
-        with create(index_path(self.prefix)) as file:
+        with naming(index_path(self.prefix)), create(index_path(self.prefix)) as file:
             file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
             for part in (lengths, offsets, boundaries):
                 file.write(part.tobytes())
+            sync(file)
         rename_complete(Path(self._bin.name), tokens_path(self.prefix))
         # Last, because an existing .idx means that the pair is complete.
         rename_complete(Path(file.name), index_path(self.prefix))

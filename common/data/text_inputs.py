@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.atomic_write import naming
 from common.command_line import count
 from common.data.preparation import say
 from common.data.table_documents import (
@@ -30,7 +31,7 @@ from common.data.text_documents import (
     plain_documents,
     unreadable,
 )
-from common.errors import ConfigError, DataError, naming
+from common.errors import ConfigError, DataError
 from common.folder_walk import walk
 from common.machine.host import cpu_count
 from common.terminal import plural

@@ -37,7 +37,7 @@ from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
 from common.data.manifest import PairFacts
 from common.data.preparation import require_unchanged, say
 from common.data.text_inputs import Source, bytes_of, divide, documents, draw_of, no_documents
-from common.errors import DataError, StorageError, first_line, write_text
+from common.errors import DataError, RunError, StorageError, first_line, write_text
 from common.terminal import Progress
 
 # Encoded in one call: documents, until they have this many characters.
@@ -153,6 +153,10 @@ def tokenize(parts: list[list[Source]], folder: Path, work: Work, processes: int
             raise
         why = "something removed it while the text was tokenized"
         raise DataError(f"{folder} is missing", why, "run the command again") from error
+    except BaseException:
+        for worker in multiprocessing.active_children():  # one part may take hours
+            worker.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -259,7 +263,7 @@ def _encoded(texts: list[str], work: Work) -> list[list[int]]:
         if largest >= work.vocab_size:
             raise ValueError(f"token id {largest} in a vocabulary of {work.vocab_size} tokens")
         return encoded
-    except (KeyboardInterrupt, SystemExit):
+    except (RunError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust is not an Exception
         raise DataError(

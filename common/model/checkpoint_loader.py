@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from common.errors import StorageError
+from common.model.checkpoint_files import refuse
 from common.model.checkpoint_names import parts_of
 from common.model.checkpoint_reader import (
     STORED_DTYPES,
@@ -29,7 +30,6 @@ from common.model.checkpoint_reader import (
     StoredTensor,
     check_hashes,
     open_checkpoint,
-    refuse,
 )
 from common.model.llama import Llama
 from common.model.shapes import ModelShape

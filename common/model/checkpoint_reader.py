@@ -18,14 +18,14 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from common.data.manifest import Manifest, sha256_of
-from common.errors import ConfigError, WeightsError, listed
+from common.errors import ConfigError, listed
+from common.model.checkpoint_files import FETCH_AGAIN, index_of, refuse, weight_files
 from common.model.checkpoint_names import (
     CONFIG,
     EMBEDDING,
@@ -38,6 +38,7 @@ from common.model.checkpoint_names import (
 )
 from common.model.families import shape_of
 from common.model.shapes import ModelShape
+from common.paths import open_regular
 from common.sharding.processes import thread_count
 from common.terminal import Progress
 
@@ -47,9 +48,8 @@ STORED_DTYPES = {  # name in safetensors -> dtype of torch
     "F32": torch.float32,
 }
 # Tensors of old files that are not read, because they follow from rope_theta.
-IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 COMPARED_BYTES = 1 << 24  # read at a time
-FETCH_AGAIN = "fetch the checkpoint again"
 CHECK_MODEL = "check that it is the right model, without biases and adapters"
 
 
@@ -104,12 +104,12 @@ def open_checkpoint(folder: Path, shape: ModelShape) -> Checkpoint:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
-    """Return (tensors by name, files) of the safetensors files in `folder`.
+    """Return (tensors by name, files) of the checkpoint in `folder` (see `weight_files`).
 
     Raises WeightsError if there are no such files, if two of them have the same tensor, or if an
     index names tensors that no file has.
     """
-    files = tuple(sorted(folder.glob("*.safetensors")))
+    files = weight_files(folder)
     if not files:
         why = "the base weights should be in this folder"
         if any(folder.glob("*.bin")):
@@ -126,10 +126,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...
                 )
             tensors[name] = stored
     if (folder / INDEX).exists():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        missing = [INDEX]
-        if isinstance(weight_map, dict):
-            missing = [name for name in weight_map if name not in tensors]
+        missing = [name for name in index_of(folder) if name not in tensors]
         if missing:
             refuse(
                 f"{folder}: {len(missing)} tensors of {INDEX} are in no file: {listed(missing)}",
@@ -146,7 +143,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     size.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(8)
             length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else 0
             # safe_open checks the header: JSON, dtypes, shapes, offsets, holes, file size.
@@ -298,27 +295,3 @@ def check_hashes(checkpoint: Checkpoint, manifest_path: Path, device: torch.devi
             "the file is damaged or changed",
             FETCH_AGAIN,
         )
-
-
-def read_json(path: Path) -> dict:
-    """Return the JSON object in a file. Raises WeightsError if there is none."""
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        refuse(
-            f"{path}: cannot be read: {error.strerror}",
-            "it belongs to the weights",
-            "check the path and the disk",
-        )
-    except (ValueError, RecursionError) as error:
-        refuse(f"{path}: not valid JSON: {error}", "the file is damaged", FETCH_AGAIN)
-    if not isinstance(content, dict):
-        refuse(
-            f"{path}: not a JSON object", "the file is damaged or in another format", FETCH_AGAIN
-        )
-    return content
-
-
-def refuse(what: str, why: str, do: str) -> NoReturn:
-    """Raise WeightsError."""
-    raise WeightsError(what, why, do)

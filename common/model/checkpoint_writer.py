@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.atomic_write import in_progress, write_whole
+from common.atomic_write import in_progress, naming, sync, write_whole
 from common.errors import ConfigError, WeightsError
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, config_of, parts_of
 from common.model.families import CONTEXT, TOKENS
@@ -142,14 +141,13 @@ def write_file(
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for rows in tensors.values():
             on_tensor()
             on_host = rows.to("cpu", dtype or rows.dtype).contiguous()
             file.write(on_host.view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())  # some file systems report a full disk only here
+        sync(file)  # some file systems report a full disk only here
 
 
 def groups_of_equal_size(sizes: dict[str, int], count: int) -> list[list[str]]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import ConfigError
+from common.atomic_write import naming
+from common.errors import ConfigError, failure_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
 from common.records.json_lines import is_number
 from common.text_tables import number
@@ -170,11 +171,12 @@ def require_within_window(family: Family, sequence_length: int) -> None:
 
 def _from_config(path: Path) -> Family:
     try:
-        config = json.loads(path.read_bytes())
+        with naming(path):
+            config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read as JSON", f"{type(error).__name__}: {error}", CHECK_FILE
-        ) from None
+        why = f"{type(error).__name__}: {error}"
+        known = failure_of(error)
+        raise known or ConfigError(f"{path}: cannot be read as JSON", why, CHECK_FILE) from None
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in MODEL_TYPES:
         raise ConfigError(

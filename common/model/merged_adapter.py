@@ -12,8 +12,9 @@ half a unit in the last place of W, and would be rounded away.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,14 +25,9 @@ from torch import Tensor
 from common.atomic_write import SUFFIX, new_folder
 from common.data.preparation import say
 from common.errors import listed
+from common.model.checkpoint_files import read_json, refuse
 from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, SINGLE, tensor_shapes
-from common.model.checkpoint_reader import (
-    STORED_DTYPES,
-    StoredTensor,
-    read_json,
-    read_tensors,
-    refuse,
-)
+from common.model.checkpoint_reader import STORED_DTYPES, StoredTensor, read_tensors
 from common.model.checkpoint_writer import (
     NAMES,
     llama_config,
@@ -43,12 +39,13 @@ from common.model.checkpoint_writer import (
 from common.model.peft_adapter import (
     ADAPTER_CONFIG,
     OUTPUT,
-    PLAIN_LORA,
     SPLIT,
     WEIGHTS,
+    is_plain,
     require_adapter,
 )
 from common.model.shapes import ModelShape
+from common.paths import open_regular
 
 QKV_PROJECTION = "qkv_proj"
 # Suffixes of files that are not copied: the weights of the base, modeling code, which may be for
@@ -198,10 +195,10 @@ def _merged(shard: Path, updates: Updates, adapter: StoredAdapter) -> dict[str, 
 
 
 def read_adapter(folder: Path) -> StoredAdapter:
-    """Read a folder that `save_peft_adapter` wrote.
+    """Read the adapter in a folder that `save_peft_adapter` or peft wrote.
 
-    Raises WeightsError if it cannot be read, if a number in it is not finite, or if peft would
-    compute more than alpha / rank B A.
+    Raises WeightsError if it cannot be read, if a number in it is not finite, if a tensor is not an
+    A or B of its rank, or if peft would compute more than alpha / rank B A.
     """
     require_adapter(folder)
     config = read_json(folder / ADAPTER_CONFIG)
@@ -220,13 +217,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
             "both must be numbers in the range of fp32",
             "save the adapter again",
         )
-    may_vary = ("r", "lora_alpha", "lora_dropout", "base_model_name_or_path")
-    unsupported = []
-    for key, value in config.items():
-        if key in may_vary:
-            continue
-        if key not in PLAIN_LORA or value != PLAIN_LORA[key]:
-            unsupported.append(f"{key} {value}")
+    unsupported = [f"{key} {value}" for key, value in config.items() if not is_plain(key, value)]
     if unsupported:
         refuse(
             f"{folder / ADAPTER_CONFIG}: cannot merge {listed(unsupported)}",
@@ -234,6 +225,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
             "merge it with peft",
         )
     try:
+        open_regular(path).close()
         loaded = load_file(path)
     except (OSError, SafetensorError) as error:
         refuse(f"{path}: {error}", "the adapter cannot be read", "save the adapter again")
@@ -242,6 +234,13 @@ def read_adapter(folder: Path) -> StoredAdapter:
         for name, tensor in loaded.items()
     }
     for name, tensor in tensors.items():
+        rank_dimension = {"A": 0, "B": 1}.get(name.rpartition(".lora_")[2])
+        if rank_dimension is None or tensor.ndim != 2 or tensor.shape[rank_dimension] != rank:
+            refuse(
+                f"{path}: {name} {list(tensor.shape)} is no matrix A or B of rank {rank}",
+                f"rank {rank} is r in {ADAPTER_CONFIG}, and other tensors are not plain LoRA",
+                "merge it with peft",
+            )
         require_finite(f"{path}: {name}", tensor.float())
     return StoredAdapter(rank, alpha / rank, tensors)
 
@@ -252,14 +251,20 @@ def _updates(weights: dict[str, StoredTensor], adapter: StoredAdapter) -> Update
     Raises WeightsError unless the adapter has exactly these modules, of the right shapes.
     """
     updates: Updates = {}
-    expected: set[str] = set()
     for weight in weights:
         parent, _, leaf = weight.removesuffix(".weight").rpartition(".")
         if leaf in (QKV_PROJECTION, *SPLIT, OUTPUT):
             leaves = SPLIT if leaf == QKV_PROJECTION else (leaf,)
             updates[weight] = tuple(f"{parent}.{name}" for name in leaves)
-            for module in updates[weight]:
-                expected |= {f"{module}.lora_A", f"{module}.lora_B"}
+    require_modules(adapter, chain.from_iterable(updates.values()))
+    for weight, modules in updates.items():
+        _check_shapes(weight, weights[weight], modules, adapter)
+    return updates
+
+
+def require_modules(adapter: StoredAdapter, modules: Iterable[str]) -> None:
+    """Raise WeightsError unless the adapter has matrices A and B of exactly these modules."""
+    expected = {f"{module}.lora_{matrix}" for module in modules for matrix in "AB"}
     if expected != adapter.tensors.keys():
         unmatched = sorted(expected ^ adapter.tensors.keys())
         refuse(
@@ -267,30 +272,24 @@ def _updates(weights: dict[str, StoredTensor], adapter: StoredAdapter) -> Update
             "each projection needs its A and B",
             ANOTHER_BASE,
         )
-    for weight, modules in updates.items():
-        _check_shapes(weight, weights[weight], modules, adapter)
-    return updates
 
 
 def _check_shapes(
     weight: str, stored: StoredTensor, modules: tuple[str, ...], adapter: StoredAdapter
 ) -> None:
     """Raise WeightsError unless the products B A of `modules` have the shape of the weight."""
-    rank = adapter.rank
-    rows = 0
     fits = stored.dtype in STORED_DTYPES
+    rows = 0
     sizes = []
     for module in modules:
         b = adapter.tensors[f"{module}.lora_B"].shape
         a = adapter.tensors[f"{module}.lora_A"].shape
         sizes.append((*b, *a))
-        if len(b) != 2 or b[1] != rank or a != (rank, *stored.shape[1:]):
-            fits = False
-        else:
-            rows += b[0]
+        fits = fits and a[1:] == stored.shape[1:]
+        rows += b[0]
     if not fits or rows != stored.shape[0]:
         refuse(
-            f"the adapter of {weight} has rank {rank} and B and A of {sizes};"
+            f"the adapter of {weight} has B and A of {sizes};"
             f" the weight in the base is {stored.dtype} {stored.shape}",
             f"it must be rows x columns in {', '.join(STORED_DTYPES)}",
             ANOTHER_BASE,

@@ -33,6 +33,40 @@ PLAIN_LORA = {
     "bias": "none",
     "target_modules": [*SPLIT, OUTPUT],
 }
+# Values of other entries of peft's LoraConfig that change no number of a trained adapter. None,
+# False, and empty lists, tables and texts never change one either.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "init_lora_weights": (True, "gaussian"),  # others change the base
+    "megatron_core": ("megatron.core",),
+    "qalora_group_size": (16,),
+}
+# Entries that may have any value. `merged_adapter.read_adapter` reads r and lora_alpha.
+DESCRIPTION = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "lora_alpha",
+    "lora_dropout",
+    "peft_version",
+    "r",
+    "revision",
+)
+
+
+def is_plain(key: str, value: object) -> bool:
+    """Return whether an entry of adapter_config.json leaves an adapter plain LoRA.
+
+    Its modules are the four projections of the attention, in any order.
+    """
+    if key in DESCRIPTION:
+        return True
+    if key == "target_modules":
+        return isinstance(value, list) and {*map(str, value)} == {*SPLIT, OUTPUT}
+    if key in ("peft_type", "bias"):
+        return value == PLAIN_LORA[key]
+    # "in" would take 0 for False, and layers_to_transform 0 is the first layer.
+    is_empty = value is None or value is False or value in ([], {}, "")
+    return is_empty or value in (PLAIN_LORA.get(key), *NEUTRAL.get(key, ()))
 
 
 def require_adapter(folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from common.config import RunConfig
 from common.data.manifest import sampled_facts_of
 from common.errors import ConfigError, DataError, RunError, WeightsError, listed
+from common.model.checkpoint_files import weight_files
 
 CHECKPOINTS_FOLDER = "checkpoints"
 FACTS = "facts.json"
@@ -201,10 +202,10 @@ def data_record(data_dir: Path, files: Iterable[str]) -> dict[str, list]:
 
 
 def base_record(folder: Path | None) -> dict[str, list]:
-    """Return the record of the safetensors files in `folder` (see `_record_of`). None: empty."""
+    """Return the record of the checkpoint's files in `folder` (see `_record_of`). None: empty."""
     if folder is None:
         return {}
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    names = [path.name for path in weight_files(folder)]
     return _record_of(folder, names, WeightsError)
 
 

@@ -14,17 +14,34 @@ from collections.abc import Mapping
 from common.benchmarks import LogValue, Rules
 from common.config import RunConfig
 from common.errors import ConfigError
-from common.training.mllog import EMULATED_KEY
+from common.training.mllog import EMULATED_KEY, RESERVED_SUBSTRINGS
 
 PRECISIONS = {"fp32": "fp32", "bf16": "bfloat16"}  # config value -> name in the MLPerf log
 STATUS_WORDS = ("onprem", "cloud", "research")  # mlperf_logging/mllog/constants.py
 
 
-def submission_status(environment: Mapping[str, str]) -> str:
-    """Return the value of submission_status, by MLPERF_SUBMISSION_STATUS (default: onprem).
+def submission_texts(environment: Mapping[str, str], platform: str = "unnamed") -> dict[str, str]:
+    """Return org, platform and status of a submission, by the variables MLPERF_SUBMISSION_*.
 
-    Raises ConfigError for a word that is not in STATUS_WORDS.
+    `platform`: its default. Raises ConfigError for an empty text, for one with a word that the
+    official tools would misread, and for a status that is not in STATUS_WORDS.
     """
+    texts = {}
+    for key, default in (("org", "unnamed"), ("platform", platform)):
+        name = f"MLPERF_SUBMISSION_{key.upper()}"
+        text = environment.get(name, default)
+        if not text.strip() or any(word in text for word in RESERVED_SUBSTRINGS):
+            raise ConfigError(
+                f"{name}={text}",
+                "it must not be empty, and the official tools search a log's lines for "
+                f"{', '.join(RESERVED_SUBSTRINGS)}",
+                f"name the {key} otherwise, or unset {name}",
+            )
+        texts[key] = text
+    return texts | {"status": _submission_status(environment)}
+
+
+def _submission_status(environment: Mapping[str, str]) -> str:
     word = environment.get("MLPERF_SUBMISSION_STATUS") or STATUS_WORDS[0]
     if word not in STATUS_WORDS:
         raise ConfigError(

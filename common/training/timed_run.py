@@ -55,7 +55,7 @@ from common.training import loop
 from common.training.assembly import Assembly, Batching
 from common.training.continuation import base_record
 from common.training.guard import run_guarded
-from common.training.log_keys import hyperparameters, submission_status
+from common.training.log_keys import hyperparameters, submission_texts
 from common.training.loop import Goal, TrainingOutcome, rank_micro_batches
 from common.training.metrics import make_meter
 from common.training.mllog import RunLog
@@ -101,10 +101,8 @@ def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> N
     platform = f"{config.nodes}x{config.gpus_per_node} {config.gpu}"
     log.submission(
         benchmark=rules.log_name or run.benchmark,
-        org=os.environ.get("MLPERF_SUBMISSION_ORG", "unnamed"),
-        platform=os.environ.get("MLPERF_SUBMISSION_PLATFORM", platform),
         division=rules.division,
-        status=submission_status(os.environ),
+        **submission_texts(os.environ, platform),
     )
     log.seed(run.seed)
     log.hyperparameters(hyperparameters(config, rules, train_samples, run.config_name))

@@ -16,7 +16,7 @@ import pytest
 from toy import STUB, TORCHRUN, alive, finish, launch, make_project, shorten, wait_until
 
 from common.data.manifest import Manifest, facts_of
-from common.errors import DataError
+from common.errors import ConfigError, DataError
 from common.machine import hardware
 from common.paths import ROOT
 from launch import diagnosis, job, job_command, run_command
@@ -242,6 +242,16 @@ def test_only_a_benchmark_that_can_save_takes_the_option():
     assert answer.returncode == 2 and "--save" in answer.stderr and not answer.stdout
     command[3] = "llama31_8b"
     assert " --save\n" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("PLATFORM", ""), ("PLATFORM", " "), ("ORG", ""), ("ORG", "eval_accuracy Inc.")],
+)
+def test_a_text_that_no_log_may_have_is_refused_before_a_run(tmp_path, monkeypatch, name, text):
+    monkeypatch.setenv(f"MLPERF_SUBMISSION_{name}", text)
+    with pytest.raises(ConfigError, match=f"MLPERF_SUBMISSION_{name}="):
+        run_command.start("llama31_8b", run_command.parser("llama31_8b").parse_args(["--print"]))
 
 
 @pytest.mark.parametrize(("word", "code"), [("preview", 2), ("Cloud", 2), ("cloud", 0), ("", 0)])

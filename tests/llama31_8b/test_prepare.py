@@ -3,8 +3,10 @@
 import gzip
 import hashlib
 import http.server
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +28,7 @@ from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.manifest import Manifest, PairFacts
 from common.errors import DataError, StorageError
 from common.paths import ROOT
+from common.terminal import print_stderr
 from llama31_8b import convert, prepare
 from llama31_8b.rules import CLOSED, MINIATURE
 
@@ -559,6 +562,34 @@ def test_interrupt_and_full_disk_have_their_exit_codes(capsys):
     assert exit_code_of(interrupted) == 130
     assert exit_code_of(full) == StorageError.exit_code
     assert "/data/x: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_any_command_with_its_exit_code(number, capsys):
+    before = signal.getsignal(number)
+    signal.signal(number, signal.SIG_DFL)
+    try:
+        assert exit_code_of(lambda: os.kill(os.getpid(), number)) == 128 + number
+        assert signal.getsignal(number) is signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)  # as under nohup
+        assert exit_code_of(lambda: os.kill(os.getpid(), number)) == 0
+    finally:
+        signal.signal(number, before)
+    assert "signal" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_do_not_reach_the_terminal(monkeypatch, capsys):
+    foreign = "\x1b]0;title\x07 \x1b[2J \x9b1m \x7f"
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert exit_code_of(lambda: print(f"\x1b[1mbold\x1b[0m {foreign}\tend")) == 0
+    assert re.findall(r"[^ -~\n\t\ufffd]", sys.stdout.getvalue()) == ["\x1b", "\x1b"]
+    print_stderr(foreign)
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", capsys.readouterr().err)
 
 
 def test_lock_makes_a_second_process_wait(tmp_path):

@@ -1,6 +1,8 @@
 """Compare the loss of many forms of config.json with transformers, which may be refused instead."""
 
+import errno
 import json
+import os
 from itertools import product
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import torch
 from test_model import hugging_face
 
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
-from common.errors import ConfigError, WeightsError
+from common.errors import ConfigError, StorageError, WeightsError
 from common.kernels.attention import attention_backends
 from common.model.families import family_of
 from common.model.shapes import ModelShape
@@ -222,3 +224,14 @@ def test_eval_beyond_the_window_is_refused_as_training_is(models, tmp_path, caps
     (folder / "text.bin").unlink()
     (folder / "text.idx").unlink()
     assert evaluate(folder, 32) == 0
+
+
+def test_a_disk_error_of_eval_is_no_usage_error(models, tmp_path, capsys, monkeypatch):
+    folder = changed(models, "no epsilon, Llama", tmp_path)
+
+    def fail(self):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert evaluate(folder, LENGTH) == StorageError.exit_code
+    assert "config.json" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+from signal import SIGTERM
 from unittest import mock
 
 import pytest
@@ -313,6 +314,14 @@ def test_a_merge_removes_what_a_killed_one_left(merged, tmp_path):
     assert not (tmp_path / "out/half").exists()
 
 
+def test_a_merge_that_is_terminated_ends_with_143_and_leaves_no_files(
+    merged, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(merged_adapter, "write_file", lambda *_: os.kill(os.getpid(), SIGTERM))
+    assert execute(merged / "ordinary", merged / "adapter", tmp_path / "out") == 128 + SIGTERM
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_failed_merge_leaves_no_files(merged, tmp_path, monkeypatch):
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(merged_adapter, "write_file", full)
@@ -344,7 +353,7 @@ FAULTS = [
     ("scale by the root of the rank", _edit_config(use_rslora=True), "use_rslora"),
     ("trained biases", _edit_config(bias="all"), "bias all"),
     ("another method", _edit_config(peft_type="LOHA"), "peft_type LOHA"),
-    ("another rank", _edit_config(r=8), "has rank 8"),
+    ("another rank", _edit_config(r=8), "A or B of rank 8"),
     ("no rank", _edit_config(r=None), "r is None"),
     (
         "broken configuration",

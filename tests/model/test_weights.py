@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 from dataclasses import replace
@@ -25,6 +26,7 @@ from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.lora import adapter_parameters
 from common.model.shapes import ModelShape, RopeScaling
+from common.training.continuation import base_record
 from common.training.finetuning import assemble_lora
 
 SHAPE = ModelShape(2, 32, 48, 4, 2, 61, 10000.0)  # 61 rows of vocabulary do not divide by 2 ranks
@@ -150,6 +152,9 @@ def with_a_head(folder: Path, head: torch.Tensor | None = None) -> torch.Tensor:
     embedding = values(model)["embedding.weight"]
     stored = embedding.clone() if head is None else head
     save_file({"lm_head.weight": stored}, folder / "head.safetensors")
+    change_index(
+        folder, lambda weight_map: weight_map.update({"lm_head.weight": "head.safetensors"})
+    )
     return embedding
 
 
@@ -269,7 +274,7 @@ DAMAGE = {
     ),
     "two checkpoints": (
         lambda d: shutil.copy(d / FIRST, d / checkpoint_names.SINGLE),
-        f"{EMBEDDING} is also in model-00001-of-00003",
+        "model.safetensors is beside model.safetensors.index.json",
     ),
     "missing tensor": (
         lambda d: change_tensors(d, lambda t: t.pop(EMBEDDING)),
@@ -401,6 +406,50 @@ def shift_offsets(header):
         "dtype": "I8",
         "data_offsets": [begin + 1, end],
     }
+
+
+STRAY = {
+    "the publisher's own format": lambda d: save_file(
+        {"layers.0.attention.wq.weight": torch.ones(2)}, d / "consolidated.safetensors"
+    ),
+    "an adapter": lambda d: save_file(
+        {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 2)},
+        d / "adapter_model.safetensors",
+    ),
+    "a copy of a shard": lambda d: shutil.copy(d / FIRST, d / "old.safetensors"),
+    "a Mac's file": lambda d: (d / f"._{FIRST}").write_bytes(b"Mac OS X"),
+    "a state of the optimizer": lambda d: (d / "optimizer.safetensors").write_bytes(b""),
+    "a pipe": lambda d: os.mkfifo(d / "pipe.safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", STRAY)
+def test_the_index_says_which_files_are_read(stored, copy, kind):
+    STRAY[kind](copy)
+    checkpoint = open_checkpoint(copy, SHAPE)
+    expected = open_checkpoint(stored[0] / "fused", SHAPE)
+    assert [file.name for file in checkpoint.files] == [file.name for file in expected.files]
+    assert checkpoint.tensors.keys() == expected.tensors.keys()
+    assert base_record(copy).keys() == {FIRST, SECOND, LAST}
+    (copy / checkpoint_names.INDEX).unlink()
+    if kind != "a Mac's file":
+        with pytest.raises(WeightsError):
+            open_checkpoint(copy, SHAPE)
+
+
+@pytest.mark.parametrize("name", [FIRST, checkpoint_names.INDEX, checkpoint_names.SINGLE])
+def test_a_pipe_in_place_of_a_file_is_refused(copy, name):
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    with pytest.raises(WeightsError, match=name):
+        open_checkpoint(copy, SHAPE)
+
+
+@pytest.mark.parametrize("file", ["../a.safetensors", "/etc/passwd", "", None, 7])
+def test_an_index_names_files_of_its_folder(copy, file):
+    change_index(copy, lambda weight_map: weight_map.update({EMBEDDING: file}))
+    with pytest.raises(WeightsError, match=checkpoint_names.INDEX):
+        open_checkpoint(copy, SHAPE)
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

@@ -1,16 +1,18 @@
 """Compare folders of tokenizers with AutoTokenizer, or test that they are refused."""
 
 import json
+import os
 import shutil
 from itertools import product
 from pathlib import Path
 
 import pytest
 import sentencepiece
+from damage import flip
 from in_this_process import InThisProcess
 from test_prepare_text import documents_in
 
-from common.data import text_parts
+from common.data import corpus, text_parts
 from common.data.indexed_dataset import Index
 from common.errors import ConfigError, DataError, StorageError
 from open_llama.prepare import main
@@ -201,3 +203,84 @@ def test_the_settings_beside_a_sentencepiece_model_count(model, tmp_path):
         (folder / "tokenizer_config.json").write_text(content)
         with pytest.raises(DataError, match="tokenizer_config"):
             load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("entry", [True, False, None])
+@pytest.mark.parametrize("dummy", [True, False])
+def test_a_space_before_the_text_is_as_the_settings_say(entry, dummy, model, tmp_path):
+    if not dummy:
+        model = tmp_path / "own.model"
+        corpus.train_sentencepiece(TEXTS, SIZE, model)
+    settings = {} if entry is None else {"add_prefix_space": entry}
+    folder = write_folder(tmp_path / "tokenizer", model, False, NAMES[0], **settings)
+    if entry is None or entry is dummy:
+        assert load_tokenizer(folder).encode(["a"])
+    else:
+        with pytest.raises(DataError, match="add_prefix_space"):
+            load_tokenizer(folder)
+
+
+def json_tokenizer(path: Path, **changes) -> Path:
+    """Write a tokenizer.json of words, with `changes` of its entries."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "<unk>": 1, "</s>": 2}, "<unk>")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    content = json.loads(made.to_str())
+    content["model"] |= changes.pop("model", {})
+    path.write_text(json.dumps(content | changes))
+    return path
+
+
+def template(**token) -> dict:
+    """A template that begins each text with a token, whose entries are `token`."""
+    begin = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {"x": {"id": "x", "ids": [0], "tokens": ["x"]} | token}
+    return {"type": "TemplateProcessing", "single": begin, "pair": begin, "special_tokens": tokens}
+
+
+DAMAGED = {
+    "no unknown token": {"model": {"vocab": {"a": 0, "</s>": 2}}},
+    "an id of 32 bits": {"model": {"vocab": {"a": 0, "<unk>": 2**31, "</s>": 2}}},
+    "an id beyond 32 bits": {"model": {"vocab": {"a": 0, "<unk>": 2**32, "</s>": 2}}},
+    "an id of the template beyond the vocabulary": {"post_processor": template(ids=[70_000])},
+    "an id of the template beyond 31 bits": {"post_processor": template(ids=[2**32 - 1])},
+    "a damaged normalizer": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}
+    },
+    "an unknown form": {"pre_tokenizer": {"type": "NewSplit"}},
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_tokenizer_is_named(kind, tmp_path, inputs, capsys):
+    path = json_tokenizer(tmp_path / "tokenizer.json", **DAMAGED[kind])
+    (tmp_path / NAMES[0]).write_text('{"eos_token": "</s>"}')
+    assert prepare(tmp_path / "data", path, inputs) == DataError.exit_code
+    assert "tokenizer.json" in capsys.readouterr().err.split("\n")[-4]
+
+
+def test_a_sentencepiece_model_with_a_changed_byte_loads_or_is_refused(model, tmp_path):
+    """One of these changes made SentencePiece raise UnicodeDecodeError."""
+    content = model.read_bytes()
+    refused = 0
+    for position in range(0, 3000, 23):
+        path = tmp_path / "tokenizer.model"
+        path.write_bytes(content)
+        flip(path, position)
+        try:
+            load_tokenizer(path).encode(TEXTS[:2])
+        except DataError as error:
+            assert str(path) in error.what
+            refused += 1
+    assert refused
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", *NAMES[:2]])
+def test_a_pipe_is_no_file_of_a_tokenizer(name, model, tmp_path):
+    folder = write_folder(tmp_path / "tokenizer", model, False, NAMES[1])
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(DataError, match="tokenizer"):
+        load_tokenizer(folder / name if name.startswith("tokenizer.") else folder)

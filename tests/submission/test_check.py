@@ -1,5 +1,6 @@
 """The command: what it takes, what it prints, how it ends."""
 
+import errno
 import gzip
 import json
 import math
@@ -7,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from log_dialects import DIALECTS, dated, write
@@ -22,7 +24,7 @@ from synthetic_run import (
 )
 
 from common.command_line import PIPE_CLOSED
-from common.errors import PreflightError
+from common.errors import PreflightError, StorageError
 from common.paths import ROOT
 from submission import check, official_tools, score
 from submission.examined_log import CLEAN, examine, verdict_of
@@ -497,6 +499,21 @@ def test_what_is_not_there_is_a_usage_error(tmp_path, capsys):
         and "cannot read" in capsys.readouterr().err
     )
     assert check.main([str(tmp_path)]) == 2 and "no log" in capsys.readouterr().err
+
+
+def test_a_disk_error_is_no_usage_error(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "result.txt"
+    path.write_text("x")
+    healthy = Path.open
+
+    def unreadable(self, *arguments, **options):
+        if self == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return healthy(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", unreadable)
+    assert check.main([str(path)]) == StorageError.exit_code
+    assert str(path) in capsys.readouterr().err
 
 
 def test_without_the_official_checker_it_ends_with_its_own_code(tmp_path, monkeypatch, capsys):

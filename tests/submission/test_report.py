@@ -206,9 +206,14 @@ def test_step_time_and_speed_are_those_of_the_same_steps(run_dir):
     (run_dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     figures = figures_of(Run.read(run_dir / "result.txt"))
     assert figures["step, ms"] == 200.0
-    assert figures["tokens/s/GPU"] == pytest.approx(8192 / 0.2)
+    assert figures["tokens/s/GPU, median"] == pytest.approx(8192 / 0.2)
     assert figures["TFLOP/s/GPU"] == pytest.approx(8.192 / 0.2)
     assert figures["MFU"] is None
+
+
+def test_the_speed_of_a_run_is_that_of_the_list_of_runs(run_dir, monkeypatch):
+    monkeypatch.setattr(Run, "tokens_per_s_per_gpu", 1234.0)
+    assert figures_of(Run.read(run_dir / "result.txt"))["tokens/s/GPU"] == 1234.0
 
 
 def test_a_miniature_is_called_no_benchmark_result(tmp_path):
