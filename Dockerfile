@@ -1,8 +1,10 @@
 # The environment of a run and the code, on top of a base image with torch and the GPU's libraries.
-# Nothing is cloned, compiled or patched.
+# Nothing is cloned, compiled or patched, unless AITER is asked for.
 #
 # For AMD GPUs (ROCm):
 #   docker build -t llama-training .
+# With AITER's attention, which is faster (docs/engines.md). Nobody has reported such a build yet:
+#   docker build -t llama-training --build-arg AITER=v0.1.14.post1 .
 # For NVIDIA GPUs (CUDA):
 #   docker build -t llama-training \
 #       --build-arg BASE="$(sed -n 's/^# CUDA_BASE=//p' Dockerfile)" .
@@ -54,6 +56,15 @@ RUN if [ "$TORCH" = cuda ]; then \
     && python=$(python3 -m launch.environment requirements.txt) \
     && test "$base_torch" = "$("$python" -c "$versions")" \
     && git config --system --add safe.directory /workspace
+
+# Compiled modules of AITER, which every user of the image can load. Without the argument the
+# variable is empty, since a base image may bring an AITER with modules of its own.
+ARG AITER=
+ENV AITER_JIT_DIR=${AITER:+/opt/aiter}
+RUN if [ -n "$AITER" ]; then \
+        python=$(python3 -m launch.environment requirements.txt) \
+        && launch/install_aiter.sh "$AITER" "$python"; \
+    fi
 
 # Any user may run the image. run_with_docker.sh runs it as the caller, who has no name and no home
 # there, but torch asks for a user name, and caches of compiled kernels need a writable directory.

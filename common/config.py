@@ -173,6 +173,11 @@ class RunConfig:
         return ""
 
     @property
+    def transposed_layers(self) -> int:
+        """Number of layers whose W^T is stored if `frozen_base` is "replicated"."""
+        return 0
+
+    @property
     def moment_precision(self) -> str:
         """Format of AdamW's two moments: "fp32" or "bf16"."""
         return "fp32"

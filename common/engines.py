@@ -1,16 +1,17 @@
 """Engines of attention, matrix products and SwiGLU, and the choice among them on a GPU.
 
-An engine is one implementation of an operation. By default, the fastest engine for the GPU is used
-whose package is installed and new enough and which passes the self-test. The environment variables
-ATTENTION_ENGINE, MATMUL_ENGINE and SWIGLU_ENGINE, usually set in a config's [env], pin an engine.
-If a pinned engine cannot be used, that is an error. On a CPU, and for dtypes other than bf16 and
-FP8, torch computes attention and products.
+An engine is one implementation of an operation. By default, the fastest engine is used whose
+package is installed and new enough and which passes the self-test. The self-test times them
+(common/self_test/engine_times.py). Where nothing is timed, as in the launcher, the order of ENGINES
+answers. The environment variables ATTENTION_ENGINE, MATMUL_ENGINE and SWIGLU_ENGINE, usually set in
+a config's [env], pin an engine. If a pinned engine cannot be used, that is an error. On a CPU, and
+for dtypes other than bf16 and FP8, torch computes attention and products.
 
 SwiGLU is computed either by a separate kernel or in the epilogues of two FP8 products. Only FP8
 blocks have this choice.
 
-The module of an engine is imported only if the engine is chosen. Standard library only: the
-launcher reads the versions of installed packages before it imports torch.
+The module of an engine is imported only if the engine is timed or chosen. Standard library only:
+the launcher reads the versions of installed packages before it imports torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from common.errors import ConfigError
-from common.packages import version_of
+from common.packages import in_container, version_of
 
 ATTENTION = "attention"
 PRODUCTS = "products"
@@ -47,18 +48,27 @@ class Engine:
     """An implementation of an operation."""
 
     name: str
-    gpus: tuple[str, ...]  # architectures on which it may be pinned; empty: all
-    chosen_on: tuple[str, ...] = ()  # architectures on which it is used without being pinned
+    gpus: tuple[str, ...]  # architectures on which it may be used; empty: all
+    # Architectures on which it is before the built-in engine in the order. Elsewhere it is after.
+    chosen_on: tuple[str, ...] = ()
     module: str = ""  # its module in common.kernels; "" for each operation's last, built-in engine
     package: str = ""  # "" if it needs only torch and Triton
     oldest: str = ""  # oldest accepted version of the package
     because: str = ""  # reason for `oldest`
     install: str = ""  # command that installs the package
+    on_amd: str = ""  # instead of `install` on an AMD GPU
+    in_image: str = ""  # instead of `install` in a container, which is removed at its end
 
     def __str__(self) -> str:
         """Return the name, with the version of the package if it is installed."""
         version = version_of(self.package) if self.package else ""
         return f"{self.name} {version}".rstrip()
+
+    def advice(self, gpu: str) -> str:
+        """Return how to get the package on this machine. `gpu`: architecture of its GPU."""
+        if self.in_image and in_container():
+            return self.in_image
+        return self.on_amd if self.on_amd and gpu in INSTINCT else self.install
 
 
 TRANSFORMER_ENGINE = Engine(
@@ -68,12 +78,12 @@ TRANSFORMER_ENGINE = Engine(
     package="transformer-engine",
     oldest="2.10",
     because="general_gemm takes a workspace before it",
-    install='python3 -m pip install --no-build-isolation "transformer-engine[pytorch]"; on AMD GPUs'
-    " use an image with ROCm's fork",
+    install='python3 -m pip install --no-build-isolation "transformer-engine[pytorch]"',
+    on_amd="use an image with ROCm's fork of Transformer Engine",
 )
 
 # Fastest first: as measured on an H200 (docs/results.md), and by published numbers on other GPUs.
-# The last engine of each list runs everywhere.
+# The last engine of each list is built in and runs everywhere.
 ENGINES: dict[str, tuple[Engine, ...]] = {
     ATTENTION: (
         Engine(
@@ -95,9 +105,10 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
             oldest="0.1.14.post1",
             because="older ones lack fixes of bf16 attention (aiter#4337)",
             install="python3 -m pip install git+https://github.com/ROCm/aiter@v0.1.14.post1",
+            in_image="docker build -t llama-training --build-arg AITER=v0.1.14.post1 .",
         ),
         replace(TRANSFORMER_ENGINE, chosen_on=INSTINCT),
-        # sm_90 is listed to compare the engine with SDPA on an H200.
+        # sm_90 is listed to compare the engine with SDPA on an H200, where it is never faster.
         Engine(
             REPEATED_HEADS,
             gpus=(*INSTINCT, "sm_90"),
@@ -128,8 +139,10 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
 
 # (operation, engine) -> why this process cannot use it: the import or the self-test failed.
 _rejected: dict[tuple[str, str], str] = {}
-# (operation, GPU, pin) -> choice of this process. GPU: "" for dtypes that only torch computes.
-_chosen: dict[tuple[str, str, str], Choice] = {}
+# Operation -> name of the engine that this process uses unless one is pinned: result of `use`.
+_used: dict[str, str] = {}
+# (operation, GPU, pin, used) -> choice of this process. GPU: "" for dtypes that only torch has.
+_chosen: dict[tuple[str, str, str, str], Choice] = {}
 
 
 @dataclass(frozen=True)
@@ -156,11 +169,12 @@ class Faster:
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine to use, and the faster ones that are not used."""
+    """The engine to use, the faster ones that are not usable, and all that are."""
 
     engine: Engine
     pinned: bool
-    faster: tuple[Faster, ...] = ()
+    faster: tuple[Faster, ...] = ()  # those before the first usable one in the order
+    usable: tuple[Engine, ...] = ()  # in the order; empty if an engine is pinned
 
 
 def operations(stores_fp8: bool) -> tuple[str, ...]:
@@ -186,7 +200,7 @@ def pin_of(operation: str, environment: Mapping[str, str]) -> str | None:
 def choose(
     operation: str, gpu: str, environment: Mapping[str, str] | None = None, dtype: str = "bf16"
 ) -> Choice:
-    """Return the engine of `operation`.
+    """Return the pinned engine of `operation`, or else the first usable one of the order.
 
     `gpu`: architecture of the GPU, such as "sm_90"; "" for a CPU.
     `environment`: environment variables (default: os.environ).
@@ -200,16 +214,23 @@ def choose(
     if pin is not None:
         return Choice(_pinned(operation, pin, gpu, dtype), pinned=True)
     faster: list[Faster] = []
-    for engine in ENGINES[operation]:
-        is_built_in = not engine.module
-        is_automatic = gpu in engine.chosen_on and dtype in ("bf16", "fp8")
-        if not is_built_in and not is_automatic:
-            continue
-        obstacle = _obstacle(operation, engine)
+    usable: list[Engine] = []
+    for engine in _order(operation, gpu, dtype):
+        obstacle = _obstacle(operation, engine, gpu)
         if not obstacle:
-            return Choice(engine, pinned=False, faster=tuple(faster))
-        faster.append(Faster(f"{operation} by {engine.name}", obstacle))
-    raise AssertionError("the last engine has no obstacle")
+            usable.append(engine)
+        elif not usable:
+            faster.append(Faster(f"{operation} by {engine.name}", obstacle))
+    return Choice(usable[0], pinned=False, faster=tuple(faster), usable=tuple(usable))
+
+
+def _order(operation: str, gpu: str, dtype: str) -> list[Engine]:
+    """Return the engines that may run on `gpu`, the one that should be fastest first."""
+    *packaged, built_in = ENGINES[operation]
+    possible = [each for each in packaged if gpu in each.gpus and dtype in ("bf16", "fp8")]
+    before = [engine for engine in possible if gpu in engine.chosen_on]
+    after = [engine for engine in possible if gpu not in engine.chosen_on]
+    return [*before, built_in, *after]
 
 
 def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
@@ -227,21 +248,21 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
         where = ", ".join(engine.gpus)
         why = f"it supports bf16 and FP8 on {where}; this is {dtype} on {gpu or 'no GPU'}"
         raise ConfigError(what, why, unset)
-    obstacle = _obstacle(operation, engine)
+    obstacle = _obstacle(operation, engine, gpu)
     if obstacle:
         raise ConfigError(what, str(obstacle), unset)
     return engine
 
 
-def _obstacle(operation: str, engine: Engine) -> Obstacle | None:
+def _obstacle(operation: str, engine: Engine, gpu: str) -> Obstacle | None:
     """Return why the engine cannot be used, or None if it can."""
     if engine.package:
         version = version_of(engine.package)
         if not version:
-            return Obstacle(f"{engine.package} is not installed", engine.install)
+            return Obstacle(f"{engine.package} is not installed", engine.advice(gpu))
         if engine.oldest and version_key(version) < version_key(engine.oldest):
             old = f"{engine.package} {version} is older than {engine.oldest}"
-            return Obstacle(f"{old}, and {engine.because}", engine.install)
+            return Obstacle(f"{old}, and {engine.because}", engine.advice(gpu))
     rejected = _rejected.get((operation, engine.name), "")
     return Obstacle(rejected) if rejected else None
 
@@ -259,14 +280,19 @@ def version_key(text: str) -> tuple:
 def in_use(operation: str, gpu: str, dtype: str = "bf16") -> Choice:
     """Return the choice of this process. It is made once, and its module can be imported.
 
-    Raises ConfigError as `choose` does, and if a pinned engine cannot be imported.
+    It is the pinned engine, or else the one of `use`, or else that of `choose`. Raises ConfigError
+    as `choose` does, and if a pinned engine cannot be imported.
     """
     pin = pin_of(operation, os.environ)
-    key = (operation, gpu if dtype in ("bf16", "fp8") else "", pin or "")
+    used = _used.get(operation, "")
+    key = (operation, gpu if dtype in ("bf16", "fp8") else "", pin or "", used)
     # An engine that cannot be imported is rejected. `choose` then returns the next one, or raises
     # ConfigError if the rejected one was pinned.
     while key not in _chosen:
         choice = choose(operation, gpu, dtype=dtype)
+        for engine in choice.usable:
+            if engine.name == used:
+                choice = replace(choice, engine=engine)
         try:
             if choice.engine.module:
                 module_of(choice.engine).require()
@@ -280,6 +306,16 @@ def in_use(operation: str, gpu: str, dtype: str = "bf16") -> Choice:
 def module_of(engine: Engine) -> ModuleType:
     """Import an engine's module. It has `require` and the functions of the engine's operation."""
     return importlib.import_module(f"common.kernels.{engine.module}")
+
+
+def use(operation: str, name: str) -> None:
+    """Use the engine `name` in this process, if it is usable and no other one is pinned."""
+    _used[operation] = name
+
+
+def used() -> dict[str, str]:
+    """Return operation -> name of the engine, for the operations that the self-test has tested."""
+    return dict(_used)
 
 
 def reject(operation: str, choice: Choice, why: str) -> bool:
@@ -304,6 +340,7 @@ def rejections() -> list[str]:
 def forget() -> None:
     """Forget the choices of this process and the rejected engines."""
     _rejected.clear()
+    _used.clear()
     _chosen.clear()
 
 
@@ -314,10 +351,13 @@ class EngineChoices:
     names: dict[str, str]  # operation -> engine
     versions: dict[str, str]  # operation -> engine with the version of its package
     faster: tuple[Faster, ...]  # faster engines that are not used
+    untimed: tuple[str, ...] = ()  # operations with several usable engines, which the ranks time
 
     def lines(self) -> list[str]:
         """Return lines for the screen."""
         used = ", ".join(f"{operation} {text}" for operation, text in self.versions.items())
+        if self.untimed:
+            used += f" (by the order of the list; the ranks time {', '.join(self.untimed)})"
         return [f"engines    {used}", *(f"NOTE       {note}" for note in self._notes())]
 
     def _notes(self) -> list[str]:
@@ -331,10 +371,6 @@ class EngineChoices:
             reasons = "; ".join(engine.obstacle.reason for engine in group)
             notes.append(str(Faster(names, Obstacle(reasons, group[0].obstacle.install))))
         return notes
-
-    def pins(self) -> dict[str, str]:
-        """Return the environment variables that pin these engines."""
-        return {VARIABLES[operation]: name for operation, name in self.names.items()}
 
 
 def choose_engines(
@@ -350,9 +386,17 @@ def choose_engines(
     names: dict[str, str] = {}
     versions: dict[str, str] = {}
     faster: list[Faster] = []
+    untimed: list[str] = []
     for operation in operations:
         choice = choose(operation, gpu, environment, dtype)
         names[operation] = choice.engine.name
         versions[operation] = str(choice.engine)
         faster += choice.faster
-    return EngineChoices(names, versions, tuple(faster))
+        if len(choice.usable) > 1:
+            untimed.append(operation)
+    return EngineChoices(names, versions, tuple(faster), tuple(untimed))
+
+
+def pins(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that pin engines. `names`: operation -> engine."""
+    return {VARIABLES[each]: name for each, name in names.items() if each in VARIABLES}

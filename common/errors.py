@@ -12,7 +12,8 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.atomic_write import write_whole
@@ -222,6 +223,17 @@ def failure_of(error: BaseException) -> RunError | None:
             "free space, or check the mount and the kernel log; then start again",
         )
     return None
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add `path` to an OSError without a file name, as of a read or a write."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def with_reserve(run_dir: Path, write: Callable[[], object]) -> None:

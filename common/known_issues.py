@@ -1,8 +1,8 @@
 """Known issues of software versions (known_issues.toml), and which of them affect this machine.
 
 Preflight, the launcher's first screen and the self-test use this module. Versions are read without
-importing a package: torch's from its metadata, ROCm's and CUDA's from torch/version.py. Standard
-library only.
+importing a package: torch's from its metadata, ROCm's and CUDA's from torch/version.py, AOTriton's
+from the name of its library. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from common.errors import PreflightError
 from common.gpu_kinds import GpuKind
 from common.packages import release, version_of
 
-SOFTWARE = ("torch", "triton", "rocm", "cuda", "aiter", "driver")
+SOFTWARE = ("torch", "triton", "rocm", "cuda", "aotriton", "aiter", "driver")
+ABSENT = "absent"  # instead of a range: the software is not installed
 PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton", "pytorch-triton-rocm", "triton-rocm"),
@@ -37,7 +38,7 @@ class KnownIssue:
     cure: str
     source: str  # address of the thread that reports it
     gpus: tuple[str, ...] = ()  # architectures or names of GPU kinds; empty: all
-    ranges: tuple[tuple[str, str], ...] = ()  # (software, range of versions); all must match
+    ranges: tuple[tuple[str, str], ...] = ()  # (software, range or ABSENT); all must match
     ops: tuple[str, ...] = ()  # ops of the self-test that may fail, as prefixes
     text: str = ""  # regular expression that the line of the failed check must match
 
@@ -58,7 +59,12 @@ NEWEST: dict[str, str] = TABLE["newest"]
 
 
 def within(version: str, text: str) -> bool:
-    """Return whether `version` is in a range of >= and < bounds, such as ">=3.7, <3.8"."""
+    """Return whether `version` is in a range of >= and < bounds, such as ">=3.7, <3.8".
+
+    `version`: "" if it is not installed or unknown. Only the range ABSENT has it.
+    """
+    if text == ABSENT:
+        return not version
     numbers = release(version)
     for part in text.split(","):
         bound = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)\s*", part)
@@ -80,19 +86,42 @@ def installed(driver: str = "") -> dict[str, str]:
         for name in names:
             versions[software] = versions.get(software) or version_of(name)
     spec = importlib.util.find_spec("torch")
-    text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
-    for software, variable in (("rocm", "hip"), ("cuda", "cuda")):
-        match = re.search(rf"^{variable}\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        versions[software] = match[1] if match else ""
+    if spec and spec.origin:
+        versions |= _libraries_of_torch(Path(spec.origin).parent, versions["torch"])
     return {software: version for software, version in versions.items() if version}
 
 
+def _libraries_of_torch(folder: Path, torch: str) -> dict[str, str]:
+    """Return the versions of ROCm, CUDA and AOTriton, "" for those that torch is not built with.
+
+    `folder`: of the package torch. `torch`: its version.
+
+    From ROCm 10.0 on, HIP has another version than ROCm: `hip` is 7.15 in torch for ROCm 10.0.
+    `rocm` is ROCm's (pytorch#168097), but missing from older builds.
+    """
+    text = (folder / "version.py").read_text()
+    variables = dict(re.findall(r"^(\w+)\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE))
+    local = re.search(r"\+rocm(\d+(\.\d+)*)", torch)
+    rocm = variables.get("rocm") or (local[1] if local else variables.get("hip", ""))
+    libraries = [path.name for path in folder.glob("lib/libaotriton_v2.so.*")]
+    aotriton = [name.partition(".so.")[2] for name in libraries]
+    return {
+        "rocm": rocm,
+        "cuda": variables.get("cuda", ""),
+        "aotriton": max(aotriton, key=release, default=""),
+    }
+
+
 def newer(versions: Mapping[str, str]) -> dict[str, str]:
-    """Return the software that is newer than the list of known issues."""
+    """Return the software whose first two numbers are higher than in the list of known issues."""
+
+    def major_minor(version: str) -> tuple[int, ...]:
+        return (*release(version), 0, 0)[:2]
+
     return {
         name: text
         for name, text in versions.items()
-        if name in NEWEST and release(text)[:2] > release(NEWEST[name])
+        if name in NEWEST and major_minor(text) > major_minor(NEWEST[name])
     }
 
 
@@ -107,9 +136,7 @@ def matching(kind: GpuKind, versions: Mapping[str, str]) -> list[KnownIssue]:
     for issue in ISSUES:
         if issue.gpus and kind.name not in issue.gpus and kind.arch not in issue.gpus:
             continue
-        if not all(
-            name in versions and within(versions[name], text) for name, text in issue.ranges
-        ):
+        if not all(within(versions.get(name, ""), text) for name, text in issue.ranges):
             continue
         may_be_fixed = any(name in newer_software for name, _ in issue.ranges)
         if may_be_fixed and issue.verdict == "refuse":
@@ -161,10 +188,17 @@ def unseen(versions: Mapping[str, str]) -> list[str]:
     ]
 
 
+def _software(issue: KnownIssue, versions: Mapping[str, str]) -> str:
+    """Return names and versions of the software by which an issue was found."""
+    names = [name for name, text in issue.ranges if text != ABSENT]
+    return ", ".join(f"{name} {versions[name]}" for name in names)
+
+
 def notes(kind: GpuKind, versions: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
     """Return the notes for the first screen."""
     issues = shown(kind, versions, environment)
-    return [f"known issue {issue}; {issue.cure}" for issue in issues] + unseen(versions)
+    lines = [f"known issue {issue}; {_software(issue, versions)}: {issue.cure}" for issue in issues]
+    return lines + unseen(versions)
 
 
 def refusals(
@@ -174,9 +208,8 @@ def refusals(
     errors = []
     for issue in shown(kind, versions, environment):
         if issue.verdict == "refuse":
-            software = ", ".join(f"{name} {versions[name]}" for name, _ in issue.ranges)
             error = PreflightError(
-                f"{software} is known to compute wrongly on {kind.name}",
+                f"{_software(issue, versions)} is known to compute wrongly on {kind.name}",
                 str(issue),
                 f"{issue.cure}; if your build has the fix, set {ALLOW}={issue.name}",
             )

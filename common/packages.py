@@ -42,6 +42,12 @@ def is_recent(name: str, version: str) -> bool:
     return name not in OLDEST or release(version) >= release(OLDEST[name])
 
 
+def in_container() -> bool:
+    """Return whether this is a container of Docker, Podman or Apptainer."""
+    signs = ("/.dockerenv", "/run/.containerenv", "/.singularity.d")
+    return any(Path(sign).exists() for sign in signs)
+
+
 def pip_install(*packages: str) -> str:
     """Return the command that installs `packages` into the Python that runs this program."""
     return shlex.join([sys.executable, "-m", "pip", "install", *packages])

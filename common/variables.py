@@ -26,8 +26,8 @@ class Use(Flag):
     POD = auto()  # kubernetes_manifest.sh hands it to the container
     PATHS = auto()  # of a prefix: containers also get the variables that name files of the host
     RECORDED = auto()  # in versions.json
-    COMPARED = auto()  # must be equal on all nodes, and in the runs of a submission
-    PACKAGED = auto()  # the run_and_time.sh of a submission exports it
+    COMPARED = auto()  # must be equal on all nodes
+    PACKAGED = auto()  # must be equal in all runs of a submission, whose run_and_time.sh exports it
 
 
 HANDED = Use.CONTAINER | Use.POD
@@ -73,7 +73,8 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
         "user",
         HANDED | Use.RECORDED | Use.PACKAGED,
         {
-            "GPU_KIND": "GPU kind, for GPUs whose driver does not report a known name",
+            "GPU_KIND": "GPU kind, for GPUs whose driver reports no known name (--gpu-kind precedes"
+            " the name)",
             "ALLOW_KNOWN_ISSUES": "names of known issues that warn instead of refusing the run,"
             " separated by commas",
         },
@@ -127,6 +128,14 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
             " `cublaslt` or `transformer_engine`",
             "SWIGLU_ENGINE": "engine of SwiGLU between FP8 products (default: the fastest one that"
             " is installed): `kernel` or `quack`",
+        },
+    ),
+    (
+        CONFIG,
+        HANDED | Use.RECORDED,  # a path
+        {
+            "AITER_JIT_DIR": "directory of AITER's compiled modules, in a container below LOGDIR"
+            " (default: AITER's own)",
         },
     ),
     (
@@ -238,6 +247,8 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
             "SLURM_JOB_ID": "number of the job, which determines the port of the rendezvous",
             "SLURM_JOB_NODELIST": "nodes of the job; the first one is MASTER_ADDR",
             "SLURM_NODEID": "number of this node",
+            "SLURM_STEP_NUM_NODES": "nodes that srun started together: without DGXSYSTEM, those of"
+            " the config",
             "SLURM_SUBMIT_DIR": "directory from which the job was submitted: the checkout",
         },
     ),
@@ -246,7 +257,9 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
 # libraries, which images set:
 PATH = re.compile(r"_(\w*FILE(NAME)?|\w*DIR(ECTORY)?|\w*PATH|HOME|(?<!GFX_)VERSION)$")
 # Network interfaces, and what is printed:
-OF_ONE_NODE = re.compile(r"_(SOCKET_IFNAME|IB_HCA|HOSTID|VISIBLE_DEVICES|DEBUG\w*)$")
+OF_ONE_NODE = re.compile(r"_(\w*IFNAME|IB_HCA|HOSTID|COMM_ID|VISIBLE_DEVICES|DEBUG\w*)$")
+# Values that seem to be a path or an address of the host.
+PRIVATE = re.compile(r"[/\\~@]|\d+\.\d+\.\d+\.\d+")
 SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)(_|$)")
 
 
@@ -302,6 +315,12 @@ def select(use: Use, environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value for name, value in sorted(environment.items()) if value and use in use_of(name)
     }
+
+
+def packaged(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a submission exports, without paths and addresses of the host."""
+    variables = select(Use.PACKAGED, environment)
+    return {name: value for name, value in variables.items() if not PRIVATE.search(value)}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,13 @@ from common.measure.defaults import STEPS, WARMUP
 from common.terminal import print_stderr
 from launch import diagnosis, profilers
 from launch.job import Job, job_from, torchrun_command, trainer_environment
-from launch.job_command import job_main, job_parser, print_header, require_software
+from launch.job_command import (
+    job_main,
+    job_parser,
+    note_on_software,
+    print_header,
+    require_software,
+)
 from launch.processes.supervise import supervise
 from launch.selection.check import MEASURED_ANYWAY
 
@@ -91,6 +97,7 @@ def measure(job: Job, options: argparse.Namespace) -> int:
     Return 0, or the exit code of the failure.
     """
     if options.print:
+        note_on_software(job)
         print(shlex.join(bench_command(job, Path("DIR"), options)))
         return 0
     require_software(job)

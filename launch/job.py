@@ -17,6 +17,7 @@ from common.config import RunConfig
 from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
 from common.machine.hardware import Probe
+from common.machine.host import cpu_count
 from common.paths import ROOT, data_folder, results_folder
 from common.records.run_record import RunRecord
 from common.records.trackers import require_installed
@@ -25,6 +26,7 @@ from common.training.continuation import (
     BASE_FILES,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
+    ENGINES,
     SavedCheckpoint,
     newest,
     parse_interval,
@@ -39,7 +41,7 @@ from launch.processes.supervise import end_with_parent
 from launch.selection.check import Choice
 from launch.selection.choose import choose
 from launch.selection.machine import Machine
-from launch.selection.request import Request
+from launch.selection.request import Request, step_nodes
 
 AUTO = Path("auto")  # value of --continue: find the run
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
@@ -63,6 +65,13 @@ def node_from(environment: Mapping[str, str], count: int) -> Node:
     rank = environment.get("NODE_RANK", "")
     variable = "NODE_RANK"
     if not rank and environment.get("SLURM_NODEID"):
+        started = step_nodes(environment)
+        if started not in (0, count):
+            raise ConfigError(
+                f"the job has {plural(started, 'node')}, but the config is for {count}",
+                "each node of the job runs one launcher, and they train together",
+                f"submit it with -N {count}, or choose a config by DGXSYSTEM=<GPU>_{started}x8",
+            )
         rank = environment["SLURM_NODEID"]
         variable = "SLURM_NODEID"
     if not rank and count == 1:
@@ -164,6 +173,10 @@ class Job:
         operations = engines.operations(self.config.linear_format.in_fp8)
         return engines.choose_engines(gpu, environment, self.config.precision, operations)
 
+    def pinning(self, pins: Mapping[str, str]) -> Job:
+        """Return the job with these variables, unless the user or the config sets them."""
+        return replace(self, environment={**pins, **self.environment})
+
     @property
     def data_files(self) -> list[Path]:
         """Paths of the files that a run reads, under the data directory."""
@@ -183,7 +196,7 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
     environment = os.environ
     save = getattr(options, "save", False)
     request = Request.of(benchmark, options, environment)
-    machine = Machine.of(environment, options.device)
+    machine = Machine.of(environment, options.device, getattr(options, "gpu_kind", None) or "")
     selection = choose(request, machine)
     selection.require(*ignored)
     if save and not rules_of(benchmark, selection.config).saves_model:
@@ -212,7 +225,7 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
     trackers = tuple(getattr(options, "track", ()))
     for name in trackers:
         require_installed(name)
-    return Job(
+    job = Job(
         benchmark=benchmark,
         selection=selection,
         machine=machine,
@@ -226,6 +239,9 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
         trackers=trackers,
         cpus=cpus,
     )
+    if continues and selection.device == "cuda":
+        job = job.pinning(engines.pins(continues.facts.get(ENGINES, {})))
+    return job
 
 
 def _require_checkpoint_option(checkpoint: str) -> None:
@@ -477,7 +493,7 @@ def trainer_environment(job: Job, cleared: str) -> dict[str, str]:
         if job.environment.get(name, value) != value:
             print_stderr(f"note: {name}={value} from the config replaces {job.environment[name]}")
     recorder = {}
-    threads = max(1, (os.cpu_count() or 1) // config.gpus_per_node)
+    threads = max(1, cpu_count() // config.gpus_per_node)
     if job.selection.device == "cuda":
         # Keep records of 2,000 collectives, from which a hang is diagnosed.
         recorder = {"TORCH_FR_BUFFER_SIZE": "2000"}

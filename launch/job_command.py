@@ -13,6 +13,7 @@ from pathlib import Path
 
 from common.benchmarks import config_keys, example_config
 from common.command_line import PROGRAM, Parser, add_set_option, program
+from common.errors import PreflightError
 from common.known_issues import installed
 from common.machine.hardware import config_names
 from common.paths import ROOT
@@ -20,6 +21,7 @@ from common.terminal import inform, outlive_readers
 from launch.console import header
 from launch.job import Job, note_on_one_node
 from launch.processes.supervise import raise_at_signals
+from launch.selection.machine import add_gpu_kind_option
 from launch.torch_build import missing_compiler, require_fitting_torch
 
 
@@ -51,6 +53,7 @@ def job_parser(
         choices=("cpu", "cuda"),
         help="device to use (default: the GPUs if there are any; cuda includes ROCm)",
     )
+    add_gpu_kind_option(parser)
     text = "print the name of the config and what would be started, and start nothing"
     parser.add_argument("--print", action="store_true", help=text)
     return parser
@@ -103,6 +106,14 @@ def print_header(job: Job, directories: tuple[Path, Path] | None) -> None:
     in_use = job.engines
     if job.selection.device == "cuda":
         inform(*in_use.lines())
+
+
+def note_on_software(job: Job) -> None:
+    """Print a note, with --print, on what `require_software` refuses."""
+    try:
+        require_software(job)
+    except PreflightError as error:
+        inform(f"NOTE       {error.what}; {error.why}; {error.do}")
 
 
 def require_software(job: Job) -> None:

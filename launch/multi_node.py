@@ -9,7 +9,7 @@ and writes its results. In these keys of the store, <n> is a node and <k> a run:
     data/<n>        node n has its data; the nodes write one after another, because they may share
                     a disk and build data on it
     facts/<n>       what must be equal on all nodes (node_facts.py), as it is on node n
-    order/<k>       from node 0: run directory and seed
+    order/<k>       from node 0: run directory, seed and pinned engines
     ready/<k>/<n>   how node n cleared its page cache; the run starts when all nodes are ready
     status/<k>/<n>  while the ranks of node n run: the time and the ranks' files (heartbeats and
                     failure records); at the end also their exit code
@@ -32,7 +32,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -250,17 +250,17 @@ class Nodes:
                 "make them equal (copy files from the right node), then start all nodes again",
             )
 
-    def announce(self, run: str, seed: int) -> None:
-        """Announce the next run; for node 0."""
+    def announce(self, run: str, seed: int, pins: Mapping[str, str]) -> None:
+        """Announce the next run and the variables that pin its engines; for node 0."""
         self.run += 1
         if self.others:
-            self.put(f"order/{self.run}", {"run": run, "seed": seed})
+            self.put(f"order/{self.run}", {"run": run, "seed": seed, "pins": pins})
 
-    def next_run(self) -> tuple[str, int]:
-        """Wait for the next run and return its directory name and seed; for nodes other than 0."""
+    def next_run(self) -> tuple[str, int, dict[str, str]]:
+        """Wait for the next run, and return what node 0 announces; for nodes other than 0."""
         self.run += 1
         order = self._wait(f"order/{self.run}", 0, float("inf"))
-        return Path(order["run"]).name, int(order["seed"])
+        return Path(order["run"]).name, int(order["seed"]), order["pins"]
 
     def ready(self, cleared: str) -> str:
         """Wait until all nodes are ready, and return how the page cache was cleared.

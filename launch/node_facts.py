@@ -7,13 +7,12 @@ only.
 from __future__ import annotations
 
 import platform
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from common.machine import network
-from common.machine.gpu_stats import DriverError, read_constants, read_text
+from common.machine.gpu_stats import DriverError, read_constants
 from common.machine.hardware import Probe
 from common.paths import ROOT
 from common.training.continuation import base_record, data_record
@@ -22,9 +21,6 @@ from launch import series
 from launch.job import Job
 from launch.run_directory import package_versions
 
-# Parameters of the kernel's command line that affect speed. Others, such as root=, differ between
-# equal machines.
-BOOT_WORDS = re.compile(r"iommu|pci=|numa|hugepage|mitigations|cstate|isolcpus|pstate")
 DIGITS = 12  # of a digest, for display
 
 
@@ -67,12 +63,7 @@ def hardware_facts(gpus: Probe, root: Path = Path("/")) -> dict[str, str]:
 
     `root`: of the file system. If the driver does not describe the GPUs, its message is a fact.
     """
-    boot = [word for word in read_text(root / "proc/cmdline").split() if BOOT_WORDS.search(word)]
-    facts = {
-        "kernel": platform.release(),
-        "kernel command line": " ".join(sorted(boot)),
-        "nvidia_peermem": str((root / "sys/module/nvidia_peermem").exists()),
-    }
+    facts = {"kernel": platform.release()}
     try:
         constants = read_constants(gpus.vendor, [device.address for device in gpus.devices])
         facts |= {f"GPU {name}": value for name, value in constants.items()}

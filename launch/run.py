@@ -9,15 +9,16 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
+from common import engines
 from common.atomic_write import write_whole
 from common.benchmarks import names_mlperf
 from common.errors import (
     CheckFailed,
     Interrupted,
     OutOfMemory,
+    PreflightError,
     RankLost,
     RunError,
     StorageError,
@@ -45,6 +46,7 @@ from launch.processes.supervise import (
     signals_noted,
     supervise,
 )
+from launch.torch_build import broken_torch
 
 DATE = "%Y-%m-%d %I:%M:%S %p"
 STARTUP_S = 300.0  # until every rank has finished a step; kernels compile before the first one
@@ -58,21 +60,18 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
     """
     require_limits(job.config.gpus_per_node)
     require_loopback()
-    engines = job.engines
+    by_order = job.engines
     versions = run_directory.versions(ROOT, job.gpus) | {
         "rank_cpus": job.cpus,
-        "engines": engines.versions,
-        "faster_engines": [str(engine) for engine in engines.faster],
+        "engines": by_order.versions,
+        "faster_engines": [str(engine) for engine in by_order.faster],
         "variables": select(Use.RECORDED, {**job.environment, **job.config.env}),
     }
     series_identity = series.identity_of(
         job.selection, job.data_dir, versions["commit"], ROOT, job.benchmark
     )
-    series_identity["engines"] = engines.versions
-    if job.selection.device == "cuda" and (request.goal != 1 or request.resume):
-        # All runs of a series use the same engines, so they are pinned. If the self-test of a
-        # pinned engine fails, the series stops.
-        job = replace(job, environment={**job.environment, **engines.pins()})
+    series_identity["engines"] = by_order.versions
+    series_identity["variables"] = select(Use.PACKAGED, versions["variables"])
     folder = job.log_dir / job.benchmark
 
     try:
@@ -98,7 +97,8 @@ def _follow_next_run(job: Job, versions: dict, nodes: Nodes) -> None:
 
     They write to node_<n> in the run's directory, which the nodes may or may not share.
     """
-    name, seed = nodes.next_run()
+    name, seed, pins = nodes.next_run()
+    job = job.pinning(pins)
     run_dir = job.log_dir / job.benchmark / name / f"node_{job.node.rank}"
     run_directory.fill(run_dir)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
@@ -118,7 +118,14 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     It is good if it reached the target and its log did not fail the checks. A failure after
     run_stop is a late error of a good run.
     """
-    nodes.announce(run_dir.name, seed)
+    pins = {}
+    if job.selection.device == "cuda" and (names := engines_of_series(run_dir)):
+        # All runs of a series use the same engines. If one fails its self-test, the run stops.
+        pins = engines.pins(names)
+        listed = ", ".join(f"{operation} {name}" for operation, name in names.items())
+        inform(f"engines    {listed}, as in the first run of the series")
+    job = job.pinning(pins)
+    nodes.announce(run_dir.name, seed, pins)
     cleared = _prepare(job, versions, nodes, run_dir, seed)
     if cleared == "no" and names_mlperf(job.benchmark, job.config):
         print_stderr(
@@ -127,6 +134,18 @@ def run_once(job: Job, versions: dict, nodes: Nodes, run_dir: Path, seed: int) -
     # A signal that arrives while the log is judged does not change the run's outcome.
     with signals_noted() as received:
         return _train_and_judge(job, nodes, run_dir, seed, cleared, received)
+
+
+def engines_of_series(run_dir: Path) -> dict[str, str]:
+    """Return operation -> engine, as chosen by the first run of the series that chose, or {}.
+
+    `run_dir`: of any run of the series.
+    """
+    series_record = RunRecord.in_directory(run_dir).series
+    for run in RunRecord.in_series(run_dir.parent, series_record):
+        if run.engine_choices:
+            return {name: choice["engine"] for name, choice in run.engine_choices.items()}
+    return {}
 
 
 def _train_and_judge(
@@ -298,6 +317,8 @@ def _failure_of_processes(
             "free space, or check the mount and the permissions of LOGDIR",
         )
         return unopened, {}
+    if ending.returncode == PreflightError.exit_code:
+        return broken_torch(), {}
     if ending.returncode or nodes.failed:
         return diagnosis.diagnose(run_dir, job.config.world_size)
     if unreadable := diagnosis.disk_error(result):

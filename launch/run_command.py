@@ -30,7 +30,14 @@ from common.terminal import inform
 from common.training.log_keys import submission_status
 from launch import series, system_settings
 from launch.job import AUTO, job_from, trainer_command
-from launch.job_command import job_main, job_parser, print_header, require_software, ships_configs
+from launch.job_command import (
+    job_main,
+    job_parser,
+    note_on_software,
+    print_header,
+    require_software,
+    ships_configs,
+)
 from launch.run import run_all
 
 EXAMPLES = ("{}", "{} --set max_samples=2048", "{} --config {} --print")
@@ -139,6 +146,7 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
         if not options.system_tuning and (advice := system_settings.advice()):
             inform(f"NOTE       {advice}: {system_settings.remedy()}")
     if options.print:
+        note_on_software(job)
         print(shlex.join(trainer_command(job, Path("DIR"), 0)))
         return 0
     require_software(job)

@@ -17,7 +17,7 @@ from common.errors import RESERVE_FILE, Hang, StorageError
 from common.machine.hardware import Probe
 from common.packages import requirements, version_of
 from common.repository import changes_of, commit_of
-from launch import system_settings
+from system_tuning import settings
 
 RESERVED_BYTES = 2**16
 PATIENCE_S = 60.0  # with a file system whose requests fail, before a file counts as gone
@@ -177,7 +177,7 @@ def versions(root: Path, gpus: Probe) -> dict:
         "dirty": None if changes is None else bool(changes),
         "gpus": [str(device) for device in gpus.devices],
         "driver": gpus.driver or None,
-        "system_tuning": system_settings.state(),
+        "system_tuning": settings.state(),
     }
 
 

@@ -13,21 +13,9 @@ from common.errors import PreflightError
 from common.terminal import inform, print_stderr
 from system_tuning.__main__ import sign_of_container
 from system_tuning.changes import HELD
-from system_tuning.settings import SETTINGS
+from system_tuning.settings import BETTER, state
 
 HOLD = [sys.executable, "-m", "system_tuning", "hold"]
-BETTER = "could be better"
-
-
-def state(root: Path = Path("/")) -> dict[str, str]:
-    """Return "good" or "could be better" for each setting that this host has, by its name."""
-    states = {}
-    for setting in SETTINGS:
-        files = setting.files(root)
-        if files:
-            is_good = all(file.now == file.want for file in files)
-            states[setting.name] = "good" if is_good else BETTER
-    return states
 
 
 def advice(root: Path = Path("/")) -> str:

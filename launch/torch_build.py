@@ -167,6 +167,15 @@ def require_fitting_torch(
         raise PreflightError(f"NVIDIA driver {gpus.driver} is too old for this torch", why, UPDATE)
 
 
+def broken_torch() -> PreflightError:
+    """Return the error for a torch that cannot be imported. The import's message is printed."""
+    return PreflightError(
+        "torch cannot be imported",
+        "the message above says why; no rank was started",
+        "install torch again, or use a container (see Dockerfile)",
+    )
+
+
 def missing_compiler(environment: Mapping[str, str] = os.environ) -> str:
     """Return a text with the compiler or header that Triton lacks here, "" if nothing is missing.
 

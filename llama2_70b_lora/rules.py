@@ -34,6 +34,7 @@ class Config(RunConfig):
     # Storage of the base: sharded over the node's GPUs, or whole on each GPU, as W or as W and W^T
     # (common/sharding/frozen_base.py).
     frozen_base: str = "sharded"
+    transposed_layers: int = 0  # layers whose W^T is stored too, if "replicated" in FP8
     offload_layers: int = 0  # layers whose SwiGLU input waits for backward in pinned host memory
 
     def __post_init__(self) -> None:

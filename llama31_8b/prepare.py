@@ -52,8 +52,8 @@ DATA_URI = (
     "https://training.mlcommons-storage.org/metadata/llama-3-1-8b-preprocessed-c4-dataset.uri"
 )
 DOWNLOADER = "https://github.com/mlcommons/r2-downloader"
-LOGIN_CODES = (301, 302, 303, 307, 308, 401, 403)  # of a storage behind a login
 (DATA,) = CLOSED.downloads
+LOGIN_CODES = (301, 302, 303, 307, 308, 401, 403)  # of a storage behind a login
 # Whether the storage asked for a login (None: it did not answer) -> what that means, what to do.
 ACCESS = {
     False: ("It needs no login.", "It asks for no login."),

@@ -20,12 +20,13 @@ from common.data.text_inputs import (
     sources_of,
 )
 from common.errors import ConfigError, write_text
+from common.terminal import Progress
 
 VOCABULARY_CHARACTERS = 5_000_000  # most characters that a tokenizer is trained on
 # Up to 2,000 characters of them that end before a space or line end, if there is one.
 PIECE = re.compile(r".{1,2000}(?!\S)|.{1,2000}", re.DOTALL)
 VOCABULARY_BYTES = 1 << 30  # of the inputs that can be divided, read for a tokenizer
-PLACE_BYTES = 1 << 16  # read together, of JSON lines
+PLACE_BYTES = 1 << 16  # read together, of JSON lines and plain text
 # tokenizer_config.json beside a trained tokenizer. Without it, transformers chooses a class by the
 # kind of the model. Qwen3's class does not read SentencePiece: ids and text would be wrong.
 TOKENIZER_CONFIG = {
@@ -63,14 +64,17 @@ def vocabulary_texts(files: list[Path], key: str) -> list[str]:
     """
     found: list[tuple[int, str]] = []  # hash and piece
     characters = 0
-    for place in _places(files):
-        for text in filter(str.strip, documents(place, key)):
-            pieces = [(draw_of(piece), piece) for piece in PIECE.findall(text)]
-            found += pieces
-            characters += len(text)
-            if characters > 2 * VOCABULARY_CHARACTERS:  # now and then, because it sorts
-                found = _lowest(found)
-                characters = sum(len(piece) for _, piece in found)
+    places = list(_places(files))
+    with Progress("reading text for the tokenizer", len(places), "places") as progress:
+        for place in places:
+            for text in filter(str.strip, documents(place, key)):
+                pieces = [(draw_of(piece), piece) for piece in PIECE.findall(text)]
+                found += pieces
+                characters += len(text)
+                if characters > 2 * VOCABULARY_CHARACTERS:  # now and then, because it sorts
+                    found = _lowest(found)
+                    characters = sum(len(piece) for _, piece in found)
+            progress.advance(1)
     if characters > VOCABULARY_CHARACTERS:
         found = _lowest(found)
     return [piece for _, piece in found]
@@ -86,12 +90,13 @@ def _lowest(pieces: list[tuple[int, str]]) -> list[tuple[int, str]]:
 def _places(files: list[Path]) -> Iterator[Source]:
     """Yield the sources to read for a tokenizer, spread evenly over the inputs.
 
-    About VOCABULARY_BYTES of JSON lines and Parquet are read. Other files are read whole.
+    About VOCABULARY_BYTES of JSON lines, plain text and Parquet are read. Other files are read
+    whole.
     """
     stride = math.ceil(max(1, sum(path.stat().st_size for path in files)) / VOCABULARY_BYTES)
     for path in files:
         sources = list(sources_of(path))
-        if kind_of(path) == "json" and len(sources) > 1:
+        if kind_of(path) != "table" and len(sources) > 1:
             sources = [
                 Source(str(path), begin, min(begin + PLACE_BYTES, sources[-1].end))
                 for begin in range(0, sources[-1].end, PLACE_BYTES)

@@ -15,11 +15,15 @@ import re
 import shlex
 import string
 import tarfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
+from common import engines
 from common.errors import CheckFailed, first_line
 from common.repository import GitError, git, remote_name
+from common.text_tables import markdown
+from common.variables import Use, packaged, select
 from submission import own_log
 from submission.log_rules import DISCLOSURE_KEYS
 from submission.run import Run
@@ -85,7 +89,10 @@ def write(folder: Path, root: Path, system: str, run: Run) -> None:
         "commit": commit,
         "repository": remote_name(root),
         "python": run.versions.get("python"),
-        "packages": run.versions.get("packages") or {},
+        "packages": run.versions.get("packages", {}),
+        "engines": run.engines,
+        "environment_variables": packaged(run.variables),
+        "system_tuning": run.versions.get("system_tuning", {}),
     }
     for key in KEYS:
         if run.log.value(key) is not None:
@@ -106,17 +113,28 @@ def _write_readme(of_system: Path, run: Run, measurements: dict) -> None:
     """Write README.md into the directory of the system."""
     packages = measurements["packages"].items()
     repository = measurements["repository"]
+    private = select(Use.PACKAGED, run.variables).keys() - measurements["environment_variables"]
     values = {
         **measurements,
         "repository": f" of {repository}" if repository else "",
         "packages": "\n".join(f"- {name} {version}" for name, version in packages),
         "hyperparameters": "\n".join(hyperparameters(run)),
+        "engines": _rows("operation", "engine", measurements["engines"]),
+        "variables": _rows("variable", "value", measurements["environment_variables"]),
+        "private": ", ".join(sorted(private)) or "none",
+        "host": _rows("setting", "state", measurements["system_tuning"]),
         "nodes": run.nodes,
         "gpus_per_node": run.gpus_per_node,
         "gpu": run.gpu,
     }
     readme = string.Template(README.read_text()).substitute(values)
     (of_system / "README.md").write_text(readme)
+
+
+def _rows(name: str, value: str, items: Mapping[str, object]) -> str:
+    """Return a Markdown table of `items`, "none recorded" if there are none."""
+    rows = [[f"`{key}`", f"`{item}`"] for key, item in items.items()]
+    return markdown([name, value], rows).rstrip() if rows else "none recorded"
 
 
 def hyperparameters(run: Run) -> list[str]:
@@ -136,6 +154,19 @@ def hyperparameters(run: Run) -> list[str]:
             origin = "config"
         rows.append(f"| `{key}` | {run.log.value(key)} | {origin} |")
     return rows
+
+
+def engine_names(run: Run) -> dict[str, str]:
+    """Return operation -> name of its engine.
+
+    `run.engines` has SDPA's backend of attention instead of "sdpa", and versions of packages.
+    """
+    names = {}
+    for operation, text in run.engines.items():
+        name, *_ = str(text).split()
+        known = [engine.name for engine in engines.ENGINES[operation]]
+        names[operation] = name if name in known else engines.SDPA
+    return names
 
 
 def without_dead_links(page: Path) -> str:
@@ -211,6 +242,7 @@ def _scripts(run: Run, config: str, implementation: str) -> dict[str, list[str]]
         f"export MLPERF_SUBMISSION_ORG={org} MLPERF_SUBMISSION_PLATFORM={platform}"
         f" MLPERF_SUBMISSION_STATUS={status}"
     ]
+    exports = {**packaged(run.variables), **engines.pins(engine_names(run))}
     start = f"exec ./run_and_time.sh {run.benchmark}"
     return {
         "setup.sh": [
@@ -225,6 +257,8 @@ def _scripts(run: Run, config: str, implementation: str) -> dict[str, list[str]]
         "run_and_time.sh": [
             cd_to_code,
             *identity,
+            "# The variables and the engines of the runs.",
+            *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
             f'export DGXSYSTEM={shlex.quote(config.removesuffix(".toml"))} NEXP="${{NEXP:-10}}"',
             start,
         ],

@@ -177,16 +177,12 @@ def implausible_count(log: Log, rules: Rules) -> Violations:
     interval = rules.eval_interval(batch)
     low, high = (factor * interval for factor in PLAUSIBLE_INTERVALS)
     last = max(resumed_at(log), rules.first_evaluation(batch) - interval)
-    for index, (line, samples) in enumerate(_evaluations(log)):
+    counts = _without_early_evaluation(_evaluations(log), batch, rules)
+    for index, (line, samples) in enumerate(counts):
         distance = samples - last
         if distance > high or (index and distance < low):
-            yield (
-                line,
-                (
-                    f"evaluation at {samples}, {distance} after {last}:"
-                    f" not a count of sequences at an interval of {interval}"
-                ),
-            )
+            message = f"evaluation at {samples}, {distance} after {last}: not a count of sequences"
+            yield line, f"{message} at an interval of {interval}"
             return
         last = samples
 

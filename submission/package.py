@@ -36,7 +36,7 @@ from common import benchmarks
 from common.command_line import Parser, program
 from common.errors import CheckFailed, StorageError
 from common.paths import ROOT
-from common.repository import commit_of, refusal_reasons
+from common.repository import commit_of, refusal_reasons, remote_name
 from common.terminal import plural
 from submission import describe, implementation, official_tools, rehearsal
 from submission.forbidden_files import forbidden_files
@@ -213,6 +213,8 @@ def package(request: PackageRequest) -> int:
     description = describe.read(request.system)
     check_description(request, description)
     submitted = {name: runs_to_submit(request, name, description) for name in request.sources}
+    if remote_name(request.root) is None:
+        print("note: README names no repository beside the commit: git has no remote `origin`")
     try:
         request.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(

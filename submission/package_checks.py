@@ -18,6 +18,7 @@ from common.records import ledger
 from common.records.run_record import INTERVALS
 from common.terminal import plural
 from common.training.mllog import EMULATED_KEY
+from common.variables import Use, select
 from submission import describe, official_tools, rehearsal
 from submission.examined_log import ExaminedLog, examine
 from submission.findings import Finding
@@ -40,9 +41,18 @@ PLACEHOLDERS = (  # names that stand in for an organization's
     "organization",
 )
 COMMIT = re.compile("[0-9a-f]{40}")
-# Keys of versions.json that must be equal for all runs of a result. A series pins its engines, so a
-# run with other engines was not made by that series.
-SAME = ("commit", "python", "packages", "engines", "gpus", "driver")
+# Facts that must be equal for all runs of a result. A series pins its engines, so a run with other
+# engines was not made by that series.
+SAME = (
+    "commit",
+    "python",
+    "packages",
+    "gpus",
+    "driver",
+    "engines",
+    "variables",
+    "system_tuning",
+)
 # Keys that the official checker requires and that are logged after run_start. It accepts keys of
 # epochs in place of keys of blocks, and may name either.
 AFTER_RUN_START = frozenset(
@@ -289,13 +299,16 @@ def _check_same(first: Run, run: Run) -> None:
         "commit, and run the series from a clean tree",
     )
     attempts = f"attempts {first.number} and {run.number}"
+    facts = _facts(run)
+    others = _facts(first)
     for key in SAME:
-        value = run.versions.get(key)
-        other = first.versions.get(key)
+        value = facts.get(key)
+        other = others.get(key)
         require(
             value == other,
-            f"{attempts} ran with different {key}: {other} and {value}",
-            "the ten runs must have the same system and the same code",
+            f"{attempts} ran with different {key}: {_without(other, value)} and"
+            f" {_without(value, other)}",
+            f"the ten runs must have the same system and the same code ({run.folder})",
             "run a series without changing anything",
         )
     require(
@@ -304,6 +317,19 @@ def _check_same(first: Run, run: Run) -> None:
         f"compare {first.folder / 'config.toml'} and {run.folder / 'config.toml'}",
         "run a series with one config",
     )
+
+
+def _facts(run: Run) -> dict:
+    """Return versions.json, with the engines of the self-test, and without variables of a host."""
+    variables = select(Use.PACKAGED, run.variables)
+    return run.versions | {"engines": run.engines, "variables": variables}
+
+
+def _without(value: object, other: object) -> object:
+    """Return `value`, or only the items that `other` has not, if both are dictionaries."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {key: item for key, item in value.items() if (key, item) not in other.items()}
+    return value
 
 
 def _check_identity(request: PackageRequest, run: Run, description: dict) -> None:

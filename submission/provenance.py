@@ -13,7 +13,17 @@ from submission.log_rules import PRECISION_KEYS
 from submission.run import Run
 
 # Facts that the page shows. The reader has to unfold the others.
-SHOWN_KEYS = ("submission_platform", "config_filename", "commit", "seed", "torch", "driver")
+SHOWN_KEYS = (
+    "submission_platform",
+    "config_filename",
+    "commit",
+    "seed",
+    "torch",
+    "driver",
+    "engines",
+    "variables",
+    "system_tuning",
+)
 # Keys of the log that are facts.
 LOG_KEYS = (
     "submission_org",

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import benchmarks
+from common import benchmarks, engines
 from common import config as configs
 from common.benchmarks import LogValue, Rules
 from common.errors import ConfigError
@@ -32,6 +32,7 @@ from common.records import ledger
 from common.records.rcp import SUBMISSION_RUNS, mean_samples
 from common.training.log_keys import hyperparameters
 from common.training.mllog import RunLog
+from common.variables import Use, select
 from submission import describe
 from submission.log_rules import REHEARSAL_KEY
 from submission.run import FAILED, GOOD, LOST, NOT_STARTED, Run
@@ -171,7 +172,15 @@ def write_series(
     status = describe.LOGGED_STATUS[description["status"]][0]
     framework = re.search(r"\d+(\.\d+)+", description.get("framework", ""))
     torch = framework[0] if framework else _installed_torch()
-    versions = {"commit": commit, "dirty": False, "packages": {"torch": torch}}
+    operations = engines.operations(loaded.linear_format.in_fp8)
+    versions = {
+        "commit": commit,
+        "dirty": False,
+        "packages": {"torch": torch},
+        "engines": {operation: str(engines.ENGINES[operation][-1]) for operation in operations},
+        "variables": select(Use.RECORDED, loaded.env),
+        "system_tuning": {"rehearsal": "good"},
+    }
     samples = rules.fixed_log_values().get("train_samples", loaded.max_samples)
     keys = hyperparameters(loaded, rules, int(samples), config.name)
     series = f"rehearsal-{secrets.token_hex(3)}"

@@ -62,6 +62,7 @@ def run_page(run: Run, advised: list[Advice], refresh_s: float | None = None) ->
         ("What to do next", [{"steps": _next_steps(run, clean)}, advice_table]),
         ("Loss", [loss_chart("loss", run, curves)]),
         ("Evaluations", [table(evaluation_heads, evaluated)]),
+        ("Engines", [_engine_table(run)]),
         ("Where the time went", [page.shares(phases(run))]),
         ("Training", training_charts(run)),
         ("GPUs during the run", gpu_samples.blocks(samples)),
@@ -131,6 +132,20 @@ def files(folder: Path) -> Section:
 
 
 # Blocks of this page only.
+
+
+def _engine_table(run: Run) -> Block:
+    """Return the engine of each operation, the ms of one layer with each engine, and why."""
+    rows = []
+    for operation, choice in run.engine_choices.items():
+        times = choice.get("ms")
+        described = []
+        for name, values in times.items() if isinstance(times, dict) else ():
+            if isinstance(values, list):
+                described.append(f"{name} {' and '.join(map(number, values))}")
+        shown_times = ", ".join(described) or "not timed"
+        rows.append((operation, choice["engine"], shown_times, str(choice.get("why", ""))))
+    return table(("operation", "engine", "ms per layer, twice", "why"), rows, range(4))
 
 
 def _banner(run: Run, clean: bool) -> Block:

@@ -19,6 +19,7 @@ THP = "sys/kernel/mm/transparent_hugepage"
 # does not. On a Skylake Xeon the exit latency is 10 µs for C1E and 133 µs for C6 (Linux,
 # drivers/idle/intel_idle.c, skx_cstates).
 SHALLOW_LATENCY_US = 10
+BETTER = "could be better"
 
 
 @dataclass(frozen=True)
@@ -151,3 +152,14 @@ SETTINGS = (
         lambda root: [_file(root / THP / "defrag", "defer+madvise")],
     ),
 )
+
+
+def state(root: Path = Path("/")) -> dict[str, str]:
+    """Return "good" or "could be better" for each setting that this host has, by its name."""
+    states = {}
+    for setting in SETTINGS:
+        files = setting.files(root)
+        if files:
+            is_good = all(file.now == file.want for file in files)
+            states[setting.name] = "good" if is_good else BETTER
+    return states

@@ -44,6 +44,7 @@ EXECUTION_KEYS = {  # that may differ between GPU kinds: none of them changes wh
     "reduce_scatter",
     "moment_precision",
     "frozen_base",
+    "transposed_layers",
     "offload_layers",
 }
 each_file = pytest.mark.parametrize(

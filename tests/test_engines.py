@@ -61,7 +61,7 @@ def test_without_a_package_the_next_one_is_used_and_what_installs_it_is_said(ins
         choice = choose(ATTENTION, gpu, {})
         assert choice.engine.name == name and len(choice.faster) == said
         for passed, faster in zip(names[:said], choice.faster, strict=True):
-            assert packages[passed].install in str(faster)
+            assert packages[passed].advice(gpu) in str(faster)
         installed.pop(packages[name].package, None)
 
 
@@ -70,7 +70,18 @@ def test_engines_with_commands_of_their_own_have_notes_of_their_own(installed):
     notes = described.lines()[1:]
     assert len(notes) == len(described.faster) == 2
     for note, name in zip(notes, ("aiter", "transformer_engine"), strict=True):
-        assert name in note and "pip install" in note
+        assert name in note
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_advice_can_be_followed_where_it_is_printed(installed, monkeypatch, inside):
+    monkeypatch.setattr(engines, "in_container", lambda: inside)
+    aiter, fork = map(str, choose(ATTENTION, "gfx942", {}).faster)
+    assert ("pip install" in aiter) != inside and ("--build-arg AITER=v0" in aiter) == inside
+    assert "ROCm's fork" in fork and "pip" not in fork, "PyPI's is for NVIDIA"
+    with pytest.raises(ConfigError, match="transformer_engine") as caught:
+        choose(ATTENTION, "sm_90", {"ATTENTION_ENGINE": "transformer_engine"})
+    assert "pip install" in caught.value.why
 
 
 def test_a_rejected_engine_has_a_note_of_its_own(installed):

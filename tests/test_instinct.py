@@ -14,7 +14,7 @@ from common import known_issues
 from common.errors import PreflightError
 from common.gpu_kinds import KINDS
 from common.kernels import architecture as settings
-from common.kernels import attention, lora, rms_norm
+from common.kernels import attention, lora, qk_norm, quantize, rms_norm
 from common.kernels.fp8 import fp8_dtypes
 from common.machine import hardware
 from common.self_test import run as self_test
@@ -28,9 +28,9 @@ from launch.selection.request import Request
 pytestmark = pytest.mark.quick
 
 VERSIONS = {
-    "torch": "2.10.0+rocm7.2.4",
-    "triton": "3.6.0+rocm7.2.4",
-    "rocm": "7.2.53211-e1a6bc5663",
+    "torch": "2.10.0+rocm7.2.4.lw.git3d3aa833",
+    "triton": "3.6.0+rocm7.2.4.git4ed88892",
+    "rocm": "7.2.4",
     "driver": "6.16.13",
 }
 each_card = pytest.mark.parametrize(
@@ -177,6 +177,13 @@ def test_preflight_names_what_is_known_where_the_self_test_fails(tmp_path, monke
     assert ("ck-16-bit-atomics" in row.do) == card.gcn_arch.startswith("gfx942")
 
 
+def test_row_repeats_are_those_that_were_measured_on_an_h200():
+    for arch in ("sm_90", "sm_89", "sm_100"):
+        assert rms_norm.rms_norm_backward_settings(arch, 4096, True).repeats == 32
+        assert qk_norm.qk_norm_rope_backward_settings(arch, 64).repeats == 16
+    assert rms_norm.rms_norm_backward_settings("gfx942", 4096, False).repeats == 1
+
+
 @each_card
 def test_a_rank(rocm, card, monkeypatch):
     """Formats, stages and attention's backends as a rank chooses them; and its error."""
@@ -196,6 +203,12 @@ def test_a_rank(rocm, card, monkeypatch):
     ]
     tiles.append(rms_norm.rms_norm_backward_settings(arch, 4096, True))
     assert {tile.stages for tile in tiles} == {3 if fnuz else 1}
+    assert settings.pipeline_stages("gfx1250", 3) == 1, "an unknown one"
+    # As many programs for each compute unit as on an H200: 32 x 132 / 304, and half of 32 x 132 /
+    # 256 without pipelined loops.
+    assert tiles[-1].repeats == (16 if fnuz else 8)
+    cast = quantize.quantize_settings(arch)
+    assert cast.rows == 2 * cast.columns == 128, "cache lines of 128 bytes"
     seen = []
     monkeypatch.setattr(attention, "sdpa_kernel", lambda order, set_priority: seen.append(order))
     monkeypatch.setattr(attention, "gpu_architecture", lambda device: arch)

@@ -14,22 +14,39 @@ pytestmark = pytest.mark.quick
 
 GOOD = {
     "MI300X": {
-        "torch": "2.10.0+rocm7.2.4",
-        "triton": "3.6.0+rocm7.2.4",
-        "rocm": "7.2.53211-e1a6bc5663",
+        "torch": "2.13.0+rocm7.2",
+        "triton": "3.7.1",
+        "rocm": "7.2",
+        "aotriton": "0.12.0",
         "driver": "6.16.13",
     },
+    # the image of the Dockerfile
     "MI355X": {
-        "torch": "2.10.0+rocm7.2.4",
-        "triton": "3.6.0+rocm7.2.4",
-        "rocm": "7.2.53211-e1a6bc5663",
+        "torch": "2.10.0+rocm7.2.4.lw.git3d3aa833",
+        "triton": "3.6.0+rocm7.2.4.git4ed88892",
+        "rocm": "7.2.4",
+        "aotriton": "0.11.2",
         "driver": "6.16.13",
     },
     "H200": {"torch": "2.13.0+cu130", "triton": "3.7.1", "cuda": "13.0", "driver": "580.95.05"},
 }
+# from a public report (gfx950, rocm-7.12-bf16-nan); before torch-2.10-rocm-backward
+OLD_TORCH = {"torch": "2.9.1+gitff65f5b"}
 # (kind, what differs from GOOD, the issues that are shown, whether one refuses)
 MET = [
-    ("MI355X", {"rocm": "10.0"}, ["rocm-10.0-attention-backward"], False),
+    ("MI355X", {"rocm": "10.0.0"}, ["rocm-10.0-attention-backward"], False),
+    ("MI355X", {"rocm": "10.0.1"}, ["rocm-10.0-attention-backward"], False),
+    ("MI355X", {"rocm": "10.0.0", "aiter": "0.1.20.post1"}, [], False),
+    ("MI300X", {}, ["torch-2.10-rocm-backward", "aotriton-0.11-gfx942-backward"], False),
+    (
+        "MI325X",
+        OLD_TORCH,
+        ["aotriton-0.11-gfx942-backward", "rocm-7.1-mi325x-fp8"],
+        False,
+    ),
+    ("MI300X", {"aotriton": "0.12.0"} | OLD_TORCH, [], False),
+    ("MI300X", {"aotriton": ""} | OLD_TORCH, [], False),
+    ("MI300X", {"aiter": "0.1.14.post1"} | OLD_TORCH, [], False),
     ("MI355X", {"torch": "2.10.0+git0e0ddc8", "rocm": "7.12.60610"}, ["rocm-7.12-bf16-nan"], True),
     (
         "MI350X",
@@ -38,7 +55,7 @@ MET = [
         True,
     ),
     # seen on gfx950 only
-    ("MI300X", {"rocm": "7.13.26183-444cadec35", "torch": "2.9.1+gitff65f5b"}, [], False),
+    ("MI300X", {"rocm": "7.13.26183-444cadec35", "aotriton": ""} | OLD_TORCH, [], False),
     (
         "MI355X",
         {"torch": "2.14.0.dev20260805+rocm7.14", "rocm": "7.14.60850"},
@@ -49,24 +66,17 @@ MET = [
     ("MI355X", {"triton": "3.7.1"}, [], False),
     (
         "MI300X",
-        {"triton": "3.8.0+git10f6be36"},
+        {"triton": "3.8.0+git10f6be36", "aotriton": ""},
         ["triton-3.8.0-gfx942-spills", "torch-2.10-rocm-backward"],
         False,
     ),
     (
         "MI325X",
-        {"rocm": "7.1.25424", "torch": "2.9.1+gitff65f5b"},
+        {"rocm": "7.1.25424", "aotriton": ""} | OLD_TORCH,
         ["rocm-7.1-mi325x-fp8"],
         False,
     ),
     ("H200", {"triton": "3.8.0"}, ["triton-3.8.0-hopper-fp8"], False),
-    ("MI300X", {"torch": "2.9.1+gitff65f5b"}, [], False),
-    (
-        "MI325X",
-        {"rocm": "7.2.53211", "torch": "2.10.0+rocm7.2.4.lw.git3d3aa833"},
-        ["torch-2.10-rocm-backward", "rocm-7.1-mi325x-fp8"],
-        False,
-    ),
 ]
 
 
@@ -96,11 +106,13 @@ def test_every_entry_is_well_formed():
             known_issues.within("1.0", text)
 
 
-@pytest.mark.parametrize("kind", ["MI355X", "H200"])
-def test_what_is_said_to_work_meets_nothing(kind):
-    assert known_issues.notes(KINDS[kind], GOOD[kind], {}) == []
+@pytest.mark.parametrize("kind", GOOD)
+def test_what_is_said_to_work_meets_nothing_but_the_slow_backward(kind):
+    names = ["torch-2.10-rocm-backward"] if kind == "MI300X" else []
+    assert [issue.name for issue in known_issues.shown(KINDS[kind], GOOD[kind], {})] == names
+    assert len(known_issues.notes(KINDS[kind], GOOD[kind], {})) == len(names)
     assert known_issues.refusals(KINDS[kind], GOOD[kind], {}) == []
-    assert judge_known_issues(KINDS[kind], GOOD[kind], {}).verdict == "ok"
+    assert judge_known_issues(KINDS[kind], GOOD[kind], {}).verdict == ("warn" if names else "ok")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +145,9 @@ def test_an_architecture_without_a_kind_meets_its_issues():
 
 
 def test_an_unknown_newer_version_only_warns(monkeypatch):
+    for old in ("10.0", "10.0.1", "7.2.4"):
+        assert known_issues.newer({"rocm": old}) == {}
+    assert known_issues.newer({"rocm": "10.1.0a20260901", "torch": "3"}).keys() == {"rocm", "torch"}
     versions = versions_of("MI355X", {"triton": "4.1.0"})
     (note,) = known_issues.notes(KINDS["MI355X"], versions, {})
     assert "triton 4.1.0" in note and "newer" in note
@@ -167,6 +182,9 @@ def test_an_unknown_newer_version_only_warns(monkeypatch):
         ("7.12.1", ">=7.2", True),  # numbers, not letters
         ("580.95.05", "<580", False),
         ("git1234", ">=0", False),
+        ("", ">=0", False),
+        ("", "absent", True),
+        ("0.1.14", "absent", False),
     ],
 )
 def test_ranges(version, text, inside):
@@ -221,15 +239,33 @@ def test_wrong_numbers_are_not_taken_for_a_crash():
     assert not [issue.name for issue in issues if "PassManager" in issue.text]
 
 
-def test_versions_are_found_without_importing_torch(tmp_path, monkeypatch):
+# Versions of torch, its hip and rocm, and AOTriton, from environments in public reports. `rocm`
+# exists since pytorch#168097.
+BUILDS = [
+    ("2.10.0+rocm7.2.4.lw.git3d3aa833", "7.2.53211", "7.2.4", "0.11.2", "7.2.4"),
+    ("2.10.0+rocm7.2.2.git23d69b29", "7.2.53211", None, None, "7.2.2"),
+    ("2.9.1+gitff65f5b", "7.2.53211-e1a6bc5663", None, "0.11.1", "7.2.53211-e1a6bc5663"),
+    ("2.12.0+rocm10.0.0", "7.15.26333", "10.0.0", "0.13.0", "10.0.0"),
+    ("2.13.0+rocm10.0.0", "7.15.26333", None, None, "10.0.0"),
+]
+
+
+@pytest.mark.parametrize(("torch_version", "hip", "rocm", "aotriton", "expected"), BUILDS)
+def test_versions_are_found_without_importing_torch(
+    tmp_path, monkeypatch, torch_version, hip, rocm, aotriton, expected
+):
     torch = tmp_path / "torch"
-    torch.mkdir()
+    (torch / "lib").mkdir(parents=True)
     (torch / "__init__.py").write_text("raise RuntimeError('imported')")
-    (torch / "version.py").write_text(
-        "__version__ = '2.10.0+rocm7.2'\ncuda: Optional[str] = None\n"
-        "hip: Optional[str] = '7.2.53211-e1a6'\n"
-    )
-    packages = {"torch": "2.10.0+rocm7.2", "pytorch-triton-rocm": "3.6.0", "amd-aiter": "0.1.5"}
+    lines = [f"__version__ = '{torch_version}'", "cuda: Optional[str] = None"]
+    lines.append(f"hip: Optional[str] = '{hip}'")
+    if rocm:
+        lines.append(f"rocm: Optional[str] = '{rocm}'")
+    (torch / "version.py").write_text("\n".join(lines) + "\n")
+    if aotriton:
+        (torch / f"lib/libaotriton_v2.so.{aotriton}").touch()
+        (torch / "lib/libaotriton_v2.so").symlink_to(f"libaotriton_v2.so.{aotriton}")
+    packages = {"torch": torch_version, "pytorch-triton-rocm": "3.6.0", "amd-aiter": "0.1.5"}
 
     def version(name):
         if name not in packages:
@@ -239,10 +275,13 @@ def test_versions_are_found_without_importing_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(known_issues.importlib.metadata, "version", version)
     spec = known_issues.importlib.util.spec_from_file_location("torch", torch / "__init__.py")
     monkeypatch.setattr(known_issues.importlib.util, "find_spec", lambda name: spec)
-    assert known_issues.installed("6.16.13") == {
-        "torch": "2.10.0+rocm7.2",
+    versions = {
+        "torch": torch_version,
         "triton": "3.6.0",
         "aiter": "0.1.5",
-        "rocm": "7.2.53211-e1a6",
+        "rocm": expected,
         "driver": "6.16.13",
     }
+    if aotriton:
+        versions["aotriton"] = aotriton
+    assert known_issues.installed("6.16.13") == versions

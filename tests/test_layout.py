@@ -86,6 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.records",
         "common.self_test",
         "common.sharding",
+        "system_tuning.settings",  # the host's settings, for versions.json
     },
     "common.self_test": {"common.kernels", "common.model", "common.sharding"},
     "common.measure": {
@@ -123,9 +124,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Subpackages of launch/ have the imports of launch/, and these.
 MAY_IMPORT["launch"] |= {
+    "common.kernels.step_clock",  # preflight
     "common.model.families",  # plan: of any model
     "common.self_test",  # preflight
-    "common.training.metrics",
 }
 HEAVY = {"torch", "triton", "transformers", "numpy"}
 
@@ -191,6 +192,12 @@ def test_the_repository_has_a_folder_for_each_benchmark_and_eight_more():
     )
     folders = {name.split("/")[0] for name in tracked.stdout.split("\n") if "/" in name}
     assert {name for name in folders if not name.startswith(".")} == FOLDERS
+
+
+def test_a_clone_by_git_for_windows_has_the_line_ends_of_linux():
+    command = ["git", "check-attr", "eol", "text", "--", "run_and_time.sh", "launch/cli.py"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.count("eol: lf") == said.count("text: auto") == 2
 
 
 def test_a_package_imports_what_is_below_it():

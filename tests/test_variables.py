@@ -67,6 +67,20 @@ def test_secrets_and_unknown_variables_are_not_recorded(name):
     assert not use_of(name) & TUNING
 
 
+def test_paths_and_addresses_of_the_host_are_not_packaged():
+    public = {"NCCL_ALGO": "^LL128;Ring:tree", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    private = {
+        "NCCL_TUNER_PLUGIN": "/home/jane/x.so",
+        "NCCL_CONF": "~/nccl.conf",
+        "NVTE_X": "s3://bucket",
+        "NCCL_COMM_IP": "10.0.0.1",
+        "TORCH_X": "jane@host",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "HF_TOKEN": "secret",
+    }
+    assert variables.packaged(public | private) == public
+
+
 def test_each_variable_of_a_config_is_recorded_and_packaged():
     used = {
         name

@@ -19,9 +19,10 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from common.command_line import Parser, complete_below, exit_code_of
-from common.errors import RunError, failure_of
+from common.errors import PreflightError, RunError, failure_of
 from launch.processes.supervise import raise_at_signals
 from launch.selection.machine import Machine
 from throughput import shared_options
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 def parser_of(name: str) -> Parser:
     """Return the parser of a measurement's options. Its module may need torch."""
-    module = importlib.import_module(f"throughput.{name}")
+    module = _module(name)
     parser = Parser(f"throughput {name}", module.__doc__)
     module.add_arguments(parser)
     if name != "tiles":  # it only prints
@@ -87,12 +88,24 @@ def parser_of(name: str) -> Parser:
     return parser
 
 
+def _module(name: str) -> ModuleType:
+    """Import the module of a measurement. Raises PreflightError if torch cannot be imported."""
+    try:
+        return importlib.import_module(f"throughput.{name}")
+    except ImportError as error:
+        raise PreflightError(
+            f"throughput {name} cannot be imported: {error}",
+            "a measurement and its --help need torch",
+            "run it by ./run_and_time.sh, which installs the packages, or in a container",
+        ) from None
+
+
 def start(name: str, rest: list[str]) -> int:
     """Run the measurement or command `name` with the options `rest`, and return the exit code.
 
     Raises RunError, which includes ConfigError.
     """
-    module = importlib.import_module(f"throughput.{name}")
+    module = _module(name)
     options = parser_of(name).parse_args(rest)
     if name in WITHOUT_RESULT:
         return module.main(options)

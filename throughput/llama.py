@@ -17,6 +17,7 @@ from common.command_line import complete, count, minutes
 from common.errors import ConfigError
 from common.estimate.memory import gib, with_micro_batch
 from common.gpu_kinds import KINDS, GpuKind
+from common.machine.host import cpu_count
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from common.model.families import FAMILIES
 from launch.job import Job, Node, directories
@@ -228,7 +229,7 @@ def run(case: LlamaCase, options: argparse.Namespace, result: Result) -> TimedRo
         arguments += ["--device", options.device]
         arguments += ["--steps", str(options.steps), "--warmup", str(options.warmup)]
         arguments += [*model_arguments(case), "--result", str(folder / MEASURED)]
-        threads = 1 if case.kind else max(1, (os.cpu_count() or 1) // config.gpus_per_node)
+        threads = 1 if case.kind else max(1, cpu_count() // config.gpus_per_node)
         measured, error = run_ranks(
             folder, config.gpus_per_node, arguments, config.env, threads=threads
         )

@@ -12,6 +12,7 @@ import torch
 
 from common.errors import PreflightError
 from common.gpu_kinds import GIB, KINDS
+from common.known_issues import installed
 from common.machine import inventory
 from common.machine.gpu_stats import (
     DriverError,
@@ -117,12 +118,13 @@ def versions(detected: Probe) -> dict[str, Any]:
         for name in ("torch", "triton", "pytorch-triton-rocm", "numpy")
         if name in known["packages"]
     }
+    libraries = installed()
     named = {
         "commit": commit,
         "driver": known["driver"],
         "python": known["python"],
         **packages,
-        "rocm": torch.version.hip,
-        "cuda": torch.version.cuda,
+        "rocm": libraries.get("rocm"),
+        "cuda": libraries.get("cuda"),
     }
     return {name: value for name, value in named.items() if value}

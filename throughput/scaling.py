@@ -21,6 +21,7 @@ import torch
 
 from common.command_line import complete, count
 from common.errors import Interrupted, RunError
+from common.machine.host import cpu_count
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from common.model.shapes import TokenFlops
 from launch.processes.ranks import rank_environment
@@ -158,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, result: Result) -> None:
     """Measure each number of GPUs, then the links. Raises ConfigError for an unknown model."""
-    available = min(2, os.cpu_count() or 1)
+    available = min(2, cpu_count())
     if options.device == "cuda":
         available = torch.cuda.device_count()
         # On AMD this is RCCL's version.

@@ -11,6 +11,7 @@ from common.command_line import count, meant
 from common.errors import ConfigError
 from common.known_issues import installed
 from common.machine.hardware import Probe
+from common.machine.host import cpu_count
 from launch.torch_build import require_fitting_torch
 
 MAX = "max"  # --batch max: the largest batch that fits
@@ -136,7 +137,7 @@ def check_gpus(wanted: list[int], device: str, detected: Probe) -> None:
     available = len(detected.devices)
     kind = "GPUs"
     if device == "cpu":
-        available = os.cpu_count() or 1
+        available = cpu_count()
         kind = "CPU cores"
     if max(wanted) > available:
         raise ConfigError(

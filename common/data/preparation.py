@@ -169,7 +169,9 @@ def build_once(folder: Path, recipe: Recipe, build: Callable[[Path], dict[str, P
         # If the build is killed, the manifest of the older files must not remain.
         manifest.unlink(missing_ok=True)
         pairs = build(folder)
-        files = {name: facts_of(folder / name) for name in recipe.files}
+        total = sum((folder / name).stat().st_size for name in recipe.files)
+        with Progress("SHA-256", total, "B") as progress:
+            files = {name: facts_of(folder / name, progress.advance) for name in recipe.files}
         Manifest(recipe.source, recipe.vocab_size, files, pairs, recipe.about).write(manifest)
         say(f"built in {time.monotonic() - began:.1f} s")
 

@@ -1,16 +1,19 @@
-"""Read documents from lines: of JSON objects, as in C4, or of plain text."""
+"""Read documents from lines of JSON objects, as in C4, and from plain text."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from common.errors import DataError, listed
+from common.errors import DataError, first_line, listed
 
-BLOCK_BYTES = 1 << 20  # read together to count lines
+BLOCK_BYTES = 1 << 20  # of plain text, or to count lines, read together
+# Characters. Longer plain text becomes several documents, cut at line ends.
+LONGEST_TEXT = 1 << 20
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
@@ -44,14 +47,50 @@ def blocks_of_lines(file: Iterable[bytes], path: Path) -> Iterator[str]:
             try:
                 block.append(line.decode())
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}: line {number}: not UTF-8",
-                    "the text has another encoding",
-                    "convert it to UTF-8 first",
-                ) from error
+                raise _not_utf8(f"{path}: line {number}") from error
         elif block:
             yield "".join(block).rstrip("\r\n")
             block = []
+
+
+def plain_documents(blocks: Iterable[bytes], path: Path, has_mark: bool) -> Iterator[str]:
+    """Yield plain text as one document, or as several if it exceeds LONGEST_TEXT.
+
+    `has_mark`: whether it may begin with the byte order mark that Windows writes, which is left
+    out. Raises DataError.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig" if has_mark else "utf-8")()
+    text = ""
+    for block in chain(blocks, [b""]):
+        try:
+            text += decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(str(path)) from error
+        while len(text) > LONGEST_TEXT:
+            last_line_end = text.rfind("\n", 0, LONGEST_TEXT)
+            end = LONGEST_TEXT if last_line_end < 0 else last_line_end + 1
+            yield text[:end]
+            text = text[end:]
+    yield text
+
+
+def unreadable(path: Path, error: Exception) -> Exception:
+    """Return the error for a file of documents that cannot be read because of `error`.
+
+    Failures of the disk, which have an errno, are returned unchanged.
+    """
+    if isinstance(error, OSError) and error.errno:
+        return error
+    return DataError(
+        f"{path}: cannot be read: {first_line(error)}",
+        "the file is damaged or cut off",
+        "fetch it again",
+    )
+
+
+def _not_utf8(place: str) -> DataError:
+    why = "the text has another encoding"
+    return DataError(f"{place}: not UTF-8", why, "convert it to UTF-8 first")
 
 
 def _text_of(line: bytes, key: str) -> str:

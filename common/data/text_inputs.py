@@ -5,31 +5,42 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
+import io
 import json
-import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from common.command_line import count
 from common.data.preparation import say
-from common.data.text_documents import blocks_of_lines, json_documents
-from common.errors import ConfigError, DataError
+from common.data.table_documents import (
+    PARQUET,
+    open_parquet,
+    row_group_bytes,
+    table_documents,
+)
+from common.data.text_documents import (
+    BLOCK_BYTES,
+    blocks_of_lines,
+    json_documents,
+    plain_documents,
+    unreadable,
+)
+from common.errors import ConfigError, DataError, naming
 from common.folder_walk import walk
+from common.machine.host import cpu_count
 from common.terminal import plural
 
 PART_BYTES = 16 << 20
-# Characters. A longer plain text file becomes several documents, cut at line ends.
-LONGEST_TEXT = 1 << 20
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".tex")
-TABLE_SUFFIXES = (".parquet", ".arrow")
+TABLE_SUFFIXES = (PARQUET, ".arrow")
 KNOWN = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
+COMPRESSED = (".gz", ".zst")
 OTHER_TYPES = "of other types"
 # Names of splits, also as a part of a file's name: train-00000-of-00002.parquet, c4-train.0.jsonl.
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -39,7 +50,7 @@ SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 class Source:
     """Bytes [begin, end) of a file, or row groups [begin, end) of a Parquet file.
 
-    A compressed file, a plain text file or an Arrow file is always one whole source.
+    A compressed file or an Arrow file is always one whole source.
     """
 
     path: str
@@ -55,8 +66,8 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files or folders: JSON lines or plain text (both also as .gz), .parquet or .arrow; "
-        "in folders, .json files are left out",
+        help="files or folders: JSON lines or plain text (both also as .gz or .zst), .parquet or "
+        ".arrow; in folders, .json files are left out",
     )
     parser.add_argument(
         "--key", default="text", help="JSON key or column that holds the text (default: text)"
@@ -64,9 +75,9 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes",
         type=count,
-        default=os.cpu_count() or 1,
+        default=cpu_count(),
         metavar="N",
-        help="worker processes (default: one for each CPU)",
+        help="worker processes (default: one for each CPU that they may use)",
     )
 
 
@@ -88,7 +99,7 @@ def input_files(inputs: list[Path]) -> list[Path]:
                 "check the path",
             )
         elif not kind_of(path):
-            why = f"its name does not end in {', '.join(KNOWN)} (or .gz)"
+            why = f"its name does not end in {', '.join(KNOWN)} (or .gz, .zst)"
             raise ConfigError(f"{path}: unsupported file type", why, "rename or convert it")
         else:
             found.append(path)
@@ -108,7 +119,7 @@ def _each_once(files: list[Path]) -> list[Path]:
         say(f"note: {plural(repeated, 'file')} named or linked more than once, each read once")
     uncompressed: dict[str, Path] = {}
     for path in once.values():
-        name = str(path)[:-3] if _has_suffix(path, ".gz") else str(path)
+        name = str(path.with_suffix("") if is_compressed(path) else path)
         other = uncompressed.setdefault(name, path)
         if other is not path:
             raise ConfigError(
@@ -163,7 +174,7 @@ def _files_in(folder: Path) -> list[Path]:
     left_out["folder linked again"] = len(repeated)
     if not inside:
         suffixes = ", ".join(suffix for suffix in KNOWN if suffix != ".json")
-        why = f"no file in it ends in {suffixes} (or .gz)"
+        why = f"no file in it ends in {suffixes} (or .gz, .zst)"
         if reasons := _counts(left_out):
             why += f"; left out: {reasons}"
         do = "name files or another folder"
@@ -253,27 +264,38 @@ def _split_of(path: Path, folder: Path) -> str:
     Text files other than .txt belong to no split: a program may have test.py and train.py.
     """
     kind = kind_of(path)
-    name = path.name.lower().removesuffix(".gz")
-    if kind == "text" and not name.endswith(".txt"):
+    name = _uncompressed(path)
+    if kind == "text" and name.suffix != ".txt":
         return ""
-    words = re.split(r"[.]" if kind == "text" else r"[-_.]", Path(name).stem)
+    words = re.split(r"[.]" if kind == "text" else r"[-_.]", name.stem)
     words += map(str.lower, reversed(path.relative_to(folder).parts[:-1]))
     return next((word for word in words if word in SPLIT_NAMES), "")
 
 
 def _is_json(path: Path) -> bool:
-    """Return whether the name has the suffix .json, which a .gz may follow."""
+    """Return whether the name has the suffix .json, which .gz or .zst may follow."""
     return ".json" in map(str.lower, path.suffixes)
 
 
 def kind_of(path: Path) -> str:
     """Return "json", "text" or "table"; "" if the name has none of their suffixes."""
-    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    suffix = _uncompressed(path).suffix
     if suffix in JSON_SUFFIXES:
         return "json"
     if suffix in TABLE_SUFFIXES:
-        return "table" if not _has_suffix(path, ".gz") else ""
+        return "" if is_compressed(path) else "table"
     return "text" if suffix in TEXT_SUFFIXES else ""
+
+
+def _uncompressed(path: Path) -> Path:
+    """Return the name in small letters, without the suffix of a compressed file."""
+    name = Path(path.name.lower())
+    return name.with_suffix("") if is_compressed(path) else name
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether the name has the suffix of a compressed file."""
+    return path.suffix.lower() in COMPRESSED
 
 
 def _has_suffix(path: Path, suffix: str) -> bool:
@@ -281,15 +303,15 @@ def _has_suffix(path: Path, suffix: str) -> bool:
     return path.suffix.lower() == suffix
 
 
-def divide(files: list[Path]) -> list[list[Source]]:
+def divide(files: list[Path], blank_lines: bool = False) -> list[list[Source]]:
     """Divide the files into parts of about PART_BYTES.
 
-    A part is a piece of a large file, or a group of small ones.
+    A part is a piece of a large file, or a group of small ones. `blank_lines`: see `documents`.
     """
     parts: list[list[Source]] = [[]]
     size = 0
     for path in files:
-        for source in sources_of(path):
+        for source in sources_of(path, blank_lines):
             length = bytes_of(source)
             if parts[-1] and size + length > PART_BYTES:
                 parts.append([])
@@ -299,68 +321,91 @@ def divide(files: list[Path]) -> list[list[Source]]:
     return parts
 
 
-def sources_of(path: Path) -> Iterator[Source]:
-    """Yield a file as sources of about PART_BYTES, if its format allows to divide it."""
+def sources_of(path: Path, blank_lines: bool = False) -> Iterator[Source]:
+    """Yield a file as sources of about PART_BYTES, if it can be divided.
+
+    `blank_lines`: see `documents`. Such a plain text file is not divided.
+    """
+    kind = kind_of(path)
     size = path.stat().st_size
-    if _has_suffix(path, ".parquet"):
-        yield from (Source(str(path), group, group + 1) for group in range(_row_groups(path)))
-    elif kind_of(path) == "json" and not _has_suffix(path, ".gz"):
-        for begin in range(0, size, PART_BYTES):
-            yield Source(str(path), begin, min(begin + PART_BYTES, size))
-    else:
-        yield Source(str(path), 0, size)
+    step = PART_BYTES
+    if _has_suffix(path, PARQUET):
+        step = max(1, PART_BYTES // max(1, row_group_bytes(path)))
+        size = open_parquet(path).num_row_groups
+    elif kind == "table" or is_compressed(path) or (kind == "text" and blank_lines):
+        step = max(1, size)
+    for begin in range(0, size, step):
+        yield Source(str(path), begin, min(begin + step, size))
 
 
 def bytes_of(source: Source) -> int:
-    """Return the stored bytes of a source, for Parquet its file's mean bytes per row group."""
+    """Return the stored bytes of a source, for Parquet its file's mean for each row group."""
     path = Path(source.path)
-    if _has_suffix(path, ".parquet"):
-        return path.stat().st_size // max(1, _row_groups(path))
-    return source.end - source.begin
+    each = row_group_bytes(path) if _has_suffix(path, PARQUET) else 1
+    return each * (source.end - source.begin)
 
 
-@cache  # asked for each row group, and the metadata of a file with a thousand take milliseconds
-def _row_groups(path: Path) -> int:
-    """Return the number of row groups in a Parquet file. Raises DataError."""
-    from pyarrow import ArrowException, parquet
-
-    try:
-        return parquet.read_metadata(path).num_row_groups
-    except (ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
-
-
-def documents(source: Source, key: str, blank_lines: bool = False) -> Iterator[str]:
-    """Yield the documents of a source. Raises DataError.
+def documents(
+    source: Source,
+    key: str,
+    blank_lines: bool = False,
+    on_read: Callable[[int], object] = lambda size: None,
+) -> Iterator[str]:
+    """Yield the documents of a source. Raises DataError, or OSError with the path.
 
     `blank_lines`: whether blank lines separate the documents of a plain text file.
+    `on_read`: called with the number of bytes that were read since the last call.
     """
     path = Path(source.path)
-    kind = kind_of(path)
-    if kind == "table":
-        yield from _table_documents(path, source, key)
-        return
-    try:
-        with path.open("rb") as raw:
-            file: Any = gzip.GzipFile(fileobj=raw) if _has_suffix(path, ".gz") else raw
-            if kind == "text" and blank_lines:
-                yield from blocks_of_lines(file, path)
-            elif kind == "text":
-                yield from _text_documents(file.read(), path)
-            elif _has_suffix(path, ".gz"):
-                yield from json_documents(file, path, key)
-            else:
-                skipped = _seek_line(file, source.begin)
-                yield from json_documents(_lines_until(file, source.end), path, key, skipped)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise _unreadable(path, error) from error
+    with naming(path):
+        if kind_of(path) == "table":
+            yield from table_documents(path, source.begin, source.end, key, on_read)
+            return
+        try:
+            with _opened(path, on_read) as file:
+                if kind_of(path) == "json":
+                    skipped = _seek_line(file, source.begin)
+                    lines = file if is_compressed(path) else _lines_until(file, source.end)
+                    yield from json_documents(lines, path, key, skipped)
+                elif blank_lines:
+                    yield from blocks_of_lines(file, path)
+                else:
+                    yield from plain_documents(_blocks(file, source), path, not source.begin)
+        except (EOFError, zlib.error, OSError) as error:
+            raise unreadable(path, error) from error
+
+
+class _CountedFile(io.FileIO):
+    """A file that passes the number of bytes of each read to a function."""
+
+    def __init__(self, path: Path, on_read: Callable[[int], object]):
+        super().__init__(path)
+        self.on_read = on_read
+
+    def readinto(self, buffer: Any) -> int:
+        size = super().readinto(buffer) or 0
+        self.on_read(size)
+        return size
+
+
+def _opened(path: Path, on_read: Callable[[int], object]) -> Any:
+    """Open a file for reading, and decompress it if it is compressed."""
+    file: Any = io.BufferedReader(_CountedFile(path, on_read), 1 << 17)
+    if _has_suffix(path, ".gz"):
+        return gzip.GzipFile(fileobj=file)
+    if _has_suffix(path, ".zst"):
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+    return file
 
 
 def _seek_line(file: Any, begin: int) -> int:
     """Go to the first line that begins at byte `begin` or later. Return the byte of its start."""
-    if begin:
-        file.seek(begin - 1)
-        file.readline()  # the rest of a line that began before
+    if not begin:
+        return 0
+    file.seek(begin - 1)
+    file.readline()  # the rest of a line that began before
     return file.tell()
 
 
@@ -373,72 +418,31 @@ def _lines_until(file: Any, end: int) -> Iterator[bytes]:
         yield line
 
 
-def _text_documents(content: bytes, path: Path) -> Iterator[str]:
-    """Yield a plain text file as one document, or as several if it exceeds LONGEST_TEXT."""
-    try:
-        text = content.decode("utf-8-sig")  # without the byte order mark that Windows writes
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8", "the text has another encoding", "convert it to UTF-8 first"
-        ) from error
-    while len(text) > LONGEST_TEXT:
-        last_line_end = text.rfind("\n", 0, LONGEST_TEXT)
-        end = LONGEST_TEXT if last_line_end < 0 else last_line_end + 1
-        yield text[:end]
-        text = text[end:]
-    yield text
+def _blocks(file: Any, source: Source) -> Iterator[bytes]:
+    """Yield the plain text of a source in blocks of at most BLOCK_BYTES."""
+    left = 1 << 62  # of a compressed file, which is read to its end
+    if not is_compressed(Path(source.path)):
+        end = _text_start(file, source.end)
+        left = end - file.seek(_text_start(file, source.begin))
+    while block := file.read(min(BLOCK_BYTES, left)):
+        left -= len(block)
+        yield block
 
 
-def _table_documents(path: Path, source: Source, key: str) -> Iterator[str]:
-    """Yield the column `key` of a Parquet row group, or of a whole Arrow file.
+def _text_start(file: Any, begin: int) -> int:
+    """Return the start of the first line of plain text at byte `begin` or later.
 
-    These are the formats of Hugging Face's data sets.
+    If no line ends in the next BLOCK_BYTES, return the start of the first character.
     """
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        if _has_suffix(path, ".parquet"):
-            with parquet.ParquetFile(path) as file:
-                table = file.read_row_group(source.begin)
-        else:
-            table = _arrow_table(path)
-        for chunk in table.column(key).chunks:
-            for value in chunk.to_pylist():
-                if not isinstance(value, str):
-                    raise DataError(
-                        f"{path}: {key} is {type(value).__name__}, not text",
-                        "a document is a string",
-                        "name a column of text with --key",
-                    )
-                yield value
-    except KeyError:
-        raise DataError(
-            f"{path}: no column {key}",
-            f"it has {', '.join(table.column_names)}",
-            "name the column that holds the text with --key",
-        ) from None
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _arrow_table(path: Path) -> Any:
-    """Read an Arrow file of either format, stream or file."""
-    import pyarrow
-
-    with pyarrow.memory_map(str(path)) as file:
-        try:
-            return pyarrow.ipc.open_stream(file).read_all()
-        except pyarrow.ArrowInvalid:
-            file.seek(0)
-            return pyarrow.ipc.open_file(file).read_all()
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    first_line = str(error).partition("\n")[0]
-    return DataError(
-        f"{path}: cannot be read: {first_line}", "the file is damaged or cut off", "fetch it again"
-    )
+    if not begin:
+        return 0
+    file.seek(begin - 1)
+    block = file.read(BLOCK_BYTES)
+    start = block.find(b"\n") + 1
+    if not start:
+        # At most 3 bytes of a character of UTF-8 follow its first one.
+        start = next((n for n in range(1, 4) if block[n : n + 1] and block[n] & 0xC0 != 0x80), 1)
+    return begin - 1 + start
 
 
 def draw_of(text: str) -> int:

@@ -1,7 +1,7 @@
 """Convert text to Megatron's token files, in parallel.
 
 The inputs are cut into parts of about PART_BYTES. Worker processes tokenize the parts, each into
-files of its own. A compressed input is one part of any size, so documents are written one by one.
+files of its own. A compressed input is one part of any size, so documents are written in batches.
 At the end the parts are joined in the order of the inputs, so the result does not depend on the
 number of processes. An interrupted preparation continues with the missing parts. text_inputs.py
 reads the inputs.
@@ -19,11 +19,11 @@ import threading
 import zipfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -40,18 +40,21 @@ from common.data.text_inputs import Source, bytes_of, divide, documents, draw_of
 from common.errors import DataError, StorageError, first_line, write_text
 from common.terminal import Progress
 
-BATCH_DOCUMENTS = 256  # encoded in one call
+# Encoded in one call: documents, until they have this many characters.
+BATCH_DOCUMENTS = 256
+BATCH_CHARACTERS = 1 << 20
 # A worker ends if a batch takes longer than BATCH_FLOOR_S plus its characters / CHARACTERS_PER_S.
 # One core encodes more than 500,000 characters a second. A regular expression that backtracks takes
 # a time that doubles with each character.
 BATCH_FLOOR_S = 120.0
 CHARACTERS_PER_S = 10_000
+LOOK_S = 1.0  # between two looks at how much was read
 SPLITS = ("train", "validation")
 IDENTITY = "text.json"  # file in the folder of the parts: the inputs and options
 # Raise it when the same inputs and options give other parts: when the division of the inputs, the
 # reading of documents, the use of the tokenizer, the split or the files of a part change. Parts of
 # another version are not continued.
-PARTS_VERSION = 2
+PARTS_VERSION = 3
 
 Encode = Callable[[list[str]], list[list[int]]]
 
@@ -88,7 +91,7 @@ def write_token_files(
     """
     states = identity["inputs"]
     try:
-        parts = divide(files)
+        parts = divide(files, work.blank_lines)
         _make_folder(folder, list(prefixes.values()), identity, len(parts))
         tokenize(parts, folder, work, processes)
     except (OSError, DataError):
@@ -124,18 +127,20 @@ def tokenize(parts: list[list[Source]], folder: Path, work: Work, processes: int
     if done:
         say(f"continuing: {len(parts) - len(missing)} of {len(parts)} parts are complete")
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (work,))
+    read = context.Value("q", done)  # bytes, also of parts that are not complete
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (work, read))
     try:
         with Progress("tokenizing", sum(sizes), "B") as progress:
             progress.at(done)
-            futures: dict[Future[None], int] = {
-                pool.submit(write_part, parts[number], _part(folder, number), work): number
+            pending: set[Future[None]] = {
+                pool.submit(write_part, parts[number], _part(folder, number), work)
                 for number in missing
             }
-            for future in as_completed(futures):
-                future.result()
-                done += sizes[futures[future]]
-                progress.at(done)
+            while pending:
+                complete, pending = wait(pending, LOOK_S, FIRST_COMPLETED)
+                for future in complete:
+                    future.result()
+                progress.at(min(read.value, sum(sizes)))
     except BrokenProcessPool as error:
         raise DataError(
             f"a process that tokenizes by {work.tokenizer} ended",
@@ -161,15 +166,29 @@ def _tokens(part: Path, split: str) -> Path:
 
 
 _encode: Encode | None = None  # this worker process's
+_read: Any = None  # counter of the bytes that all workers have read
 
 
-def _start_worker(work: Work) -> None:
-    global _encode
+def _start_worker(work: Work, read: Any) -> None:
+    global _encode, _read
+    _encode = None
+    _read = read
     parent = multiprocessing.parent_process()
     if parent is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic in Rust prints lines of its own
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _encode = work.load(work.tokenizer)
+
+
+class _Count:
+    """The bytes of a part that are read, which `_read` has too."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def add(self, size: int) -> None:
+        self.bytes += size
+        with _read.get_lock():
+            _read.value += size
 
 
 def _end_with(parent: BaseProcess) -> None:
@@ -188,11 +207,14 @@ def write_part(part: list[Source], path: Path, work: Work) -> None:
     dtype = token_dtype(work.vocab_size)
     lengths = {split: array("q") for split in SPLITS}
     draws: list[int] = []  # the lowest and the highest
-    texts = chain.from_iterable(documents(each, work.key, work.blank_lines) for each in part)
+    read = _Count()
+    texts = chain.from_iterable(
+        documents(each, work.key, work.blank_lines, read.add) for each in part
+    )
     with ExitStack() as stack:
         files = {split: stack.enter_context(new_file(_tokens(path, split))) for split in SPLITS}
-        while batch := list(islice(texts, BATCH_DOCUMENTS)):
-            for text, ids in zip(batch, _encoded(batch, work.tokenizer), strict=True):
+        for batch in _batches(texts):
+            for text, ids in zip(batch, _encoded(batch, work), strict=True):
                 if ids:
                     draw = draw_of(text)
                     split = split_of(draw, work.validation_fraction)
@@ -203,20 +225,45 @@ def write_part(part: list[Source], path: Path, work: Work) -> None:
     ends = [[draw / 2**64 for draw in draws]] if draws else []
     with new_file(path) as file:
         np.savez(file, fractions=np.array(ends).reshape(-1, 2), **arrays)  # type: ignore[arg-type]
+    read.add(sum(map(bytes_of, part)) - read.bytes)  # it is exact now
 
 
-def _encoded(texts: list[str], tokenizer: Path) -> list[list[int]]:
-    """Return the ids of `texts`. Ends this process if that takes too long."""
-    assert _encode is not None
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield `texts` in lists of at most BATCH_DOCUMENTS, and about BATCH_CHARACTERS in total."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch = []
+            characters = 0
+    if batch:
+        yield batch
+
+
+def _encoded(texts: list[str], work: Work) -> list[list[int]]:
+    """Return the ids of `texts`. Ends this process if that takes too long.
+
+    Raises DataError if the tokenizer fails, or if an id is outside its vocabulary.
+    """
+    global _encode
+    if _encode is None:
+        _encode = work.load(work.tokenizer)
     limit_s = BATCH_FLOOR_S + sum(map(len, texts)) / CHARACTERS_PER_S
     signal.setitimer(signal.ITIMER_REAL, limit_s)  # its signal ends a process without a handler
     try:
-        return _encode(texts)
+        encoded = _encode(texts)
+        largest = max((max(ids) for ids in encoded if ids), default=0)
+        if largest >= work.vocab_size:
+            raise ValueError(f"token id {largest} in a vocabulary of {work.vocab_size} tokens")
+        return encoded
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust is not an Exception
         raise DataError(
-            f"{tokenizer} cannot encode the input: {type(error).__name__}: {str(error)[:200]}",
+            f"{work.tokenizer} cannot encode the input: {type(error).__name__}: {str(error)[:200]}",
             "its rules fail on one of the documents",
             "use the model's own tokenizer",
         ) from None
@@ -240,16 +287,19 @@ def join(
     # Before a file is written, which a next try would not overwrite.
     _require_documents(paths, list(prefixes))
     pairs = {}
-    for split, prefix in prefixes.items():
-        writer = IndexedDatasetWriter(prefix, vocab_size)
-        largest_id = 0
-        for document in _documents_of(paths, split, token_dtype(vocab_size)):
-            writer.add(document)
-            largest_id = max(largest_id, int(document.max()))
-        index = writer.finish()
-        pairs[split] = PairFacts(
-            index.dtype.name, index.num_documents, index.num_tokens, largest_id
-        )
+    with Progress("joining", len(paths) * len(prefixes), "parts") as progress:
+        for split, prefix in prefixes.items():
+            writer = IndexedDatasetWriter(prefix, vocab_size)
+            largest_id = 0
+            for path in paths:
+                for document in _documents_of(path, split, token_dtype(vocab_size)):
+                    writer.add(document)
+                    largest_id = max(largest_id, int(document.max()))
+                progress.advance(1)
+            index = writer.finish()
+            pairs[split] = PairFacts(
+                index.dtype.name, index.num_documents, index.num_tokens, largest_id
+            )
     return pairs
 
 
@@ -307,13 +357,12 @@ def _two_digits(number: float, rounded: Callable[[float], int]) -> float:
     return rounded(number * scale) / scale
 
 
-def _documents_of(paths: Iterable[Path], split: str, dtype: np.dtype) -> Iterator[np.ndarray]:
-    for path in paths:
-        with _opened(path) as arrays:
-            lengths = arrays[f"{split}_lengths"]
-            tokens = _tokens(path, split)
-            if tokens.stat().st_size != lengths.sum() * dtype.itemsize:
-                raise ValueError(f"{tokens.name} has another size than its documents")
-        with tokens.open("rb") as file:
-            for length in lengths:
-                yield np.fromfile(file, dtype, length)
+def _documents_of(path: Path, split: str, dtype: np.dtype) -> Iterator[np.ndarray]:
+    with _opened(path) as arrays:
+        lengths = arrays[f"{split}_lengths"]
+        tokens = _tokens(path, split)
+        if tokens.stat().st_size != lengths.sum() * dtype.itemsize:
+            raise ValueError(f"{tokens.name} has another size than its documents")
+    with tokens.open("rb") as file:
+        for length in lengths:
+            yield np.fromfile(file, dtype, length)

@@ -159,15 +159,18 @@ def frozen_bytes(config: RunConfig, shape: ModelShape) -> float:
 
     The base consists of the blocks' matrices, which may be sharded, and of all other weights in
     bf16. In FP8, a matrix has one byte per value for W, and one for W^T if that is stored: with
-    "replicated_both", and if layers are gathered. In bf16, W serves both passes.
+    "replicated_both", in `transposed_layers`, and if layers are gathered. In bf16, W serves both
+    passes.
     """
     storage = config.frozen_base
     gpus = config.gpus_per_node
     element = BYTES[config.precision]
-    per_value = element
+    per_value: float = element
     if config.linear_format.in_fp8:
         stores_transposed = storage == "replicated_both" or (storage == "sharded" and gpus > 1)
         per_value = 2 if stores_transposed else 1
+        if storage == "replicated":
+            per_value += min(1, config.transposed_layers / shape.num_layers)
     matrices = shape.num_layers * shape.matrix_parameters
     shards = gpus if storage == "sharded" else 1
     return per_value * matrices / shards + element * (shape.num_parameters - matrices)

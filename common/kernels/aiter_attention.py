@@ -14,6 +14,7 @@ atomics overflow at 8,192 positions (common/known_issues.toml).
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ NEAREST_EVEN = 0
 
 def require() -> None:
     """Import the package. Raises ImportError, or AttributeError if it lacks a function."""
+    # The Dockerfile leaves it empty without its argument AITER, and AITER would take "" for a path.
+    if os.environ.get("AITER_JIT_DIR") == "":
+        del os.environ["AITER_JIT_DIR"]
     aiter = importlib.import_module("aiter")
     for function in ("flash_attn_func", "fmha_v3_bwd"):
         getattr(aiter, function)

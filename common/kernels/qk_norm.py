@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.architecture import Tile, architecture, assert_contiguous
+from common.kernels.architecture import Tile, architecture, assert_contiguous, row_repeats
 from common.kernels.fp8 import QuantizedTensor, Quantizer
 from common.kernels.quantize import (
     AMAX_ONLY,
@@ -341,9 +341,9 @@ def _qk_norm_rope_backward_kernel(
 def qk_norm_rope_backward_settings(arch: str, half: int) -> Tile:
     """Return the kernel's tile: its columns are half of a head.
 
-    A program does both halves of `repeats` tiles of rows.
+    A program does both halves of `repeats` tiles of rows: 16 on an H200.
     """
-    return Tile(rows=16, columns=half, warps=4, repeats=16)
+    return Tile(rows=16, columns=half, warps=4, repeats=row_repeats(arch, 16))
 
 
 def _partial_sums(gradients: Gradients, programs: int) -> list[Tensor]:

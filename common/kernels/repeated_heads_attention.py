@@ -4,11 +4,14 @@ This engine is used on AMD GPUs without AITER and Transformer Engine (common/eng
 never run it on an AMD GPU. ATTENTION_ENGINE=sdpa uses grouped heads in both passes instead.
 
 AOTriton, the library of torch's flash backend on ROCm, includes AITER's assembly kernels for the
-backward. It does not use them if query heads share a key head (`RETURN_IF(args.num_head_q !=
-args.num_head_k)` in aiter_bwd.cc, in all releases up to 0.13b). Its Triton kernel would take an
-estimated 15 to 22 % of a step. Therefore the backward gets K and V repeated for each query head. dK
-and dV of a group are summed in fp32. The forward has grouped heads, as in SDPA: without groups it
-is 2 to 3 times slower in AOTriton (aiter#2415).
+backward. It never uses them if query heads share a key head (`RETURN_IF(args.num_head_q !=
+args.num_head_k)` in aiter_bwd.cc, in all releases up to 0.13b). Therefore the backward gets K and V
+repeated for each query head. dK and dV of a group are summed in fp32. The forward has grouped
+heads, as in SDPA: without groups it is 2 to 3 times slower in AOTriton (aiter#2415).
+
+Whether AOTriton then uses the assembly depends on its version, the GPU and the sequence length
+(docs/gpus/README.md, "Attention on AMD GPUs"). On gfx942 with AOTriton 0.11, as in the image of the
+Dockerfile, it does not at 8,192 positions: repeating costs time and memory and gains nothing.
 
 On an H200, where torch's flash kernels are the same for both, repeating costs 4 %: 12,963 instead
 of 12,437 µs for two sequences of the 8B. The gradients are as near to fp32.

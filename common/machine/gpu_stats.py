@@ -12,9 +12,13 @@ import os
 import re
 import struct
 import subprocess
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+ANSWER_S = 5.0  # a healthy card answers within milliseconds
 
 
 class ValueSource(NamedTuple):
@@ -124,7 +128,7 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
     DriverError.
     """
     if vendor == "amd":
-        return [_read_amd_gpu(Path(card), names) for card in addresses]
+        return _read_amd_gpus(addresses, names)
     fields = ["uuid", "clocks_event_reasons.active"]
     fields += [VALUES[name].nvidia_field for name in names]
     by_uuid: dict[str, dict] = {}
@@ -138,6 +142,30 @@ def read_gpus(vendor: str, addresses: Sequence[str], names: Sequence[str]) -> li
             values["throttle"] = [name for bit, name in NVML_THROTTLE_REASONS.items() if bits & bit]
         by_uuid[uuid] = values
     return [by_uuid.get(address, {}) for address in addresses]
+
+
+def _read_amd_gpus(addresses: Sequence[str], names: Sequence[str]) -> list[dict]:
+    """Read all cards at once, since a card in trouble may take seconds for each file.
+
+    Raises DriverError, which names the first card that does not answer within ANSWER_S.
+    """
+    readings: dict[str, dict] = {}
+
+    def read(card: str) -> None:
+        readings[card] = _read_amd_gpu(Path(card), names)
+
+    # Daemons, because a read that the kernel does not finish cannot be ended.
+    threads = [threading.Thread(target=read, args=(card,), daemon=True) for card in addresses]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + ANSWER_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    for card in addresses:
+        if card not in readings:
+            name = Path(card).resolve().name  # the PCI address
+            raise DriverError(f"card {name} does not answer within {ANSWER_S:g} s")
+    return [readings[card] for card in addresses]
 
 
 def _read_amd_gpu(card: Path, names: Sequence[str]) -> dict:

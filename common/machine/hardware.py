@@ -43,6 +43,7 @@ AMD_PRODUCTS = {
 # A device with less than this share of its kind's memory is a partition. The largest partitions,
 # DPX and 1/2 MIG, have half of the memory.
 WHOLE_CARD = 0.75
+CARD = re.compile(r"\b(PCIe|NVL)\b")  # in the names of cards that are no SXM modules
 MAX_GPUS = 8  # per node in all supported systems; more devices are partitions
 
 
@@ -74,18 +75,20 @@ class Probe:
     vendor: str  # "amd", "nvidia" or "none"
     devices: tuple[Device, ...] = ()
     driver: str = ""
+    hidden: str = ""  # the variable that hides all GPUs, and its value
 
 
 # --- from a probe to a kind
 
 
-def identify(gpus: Probe, override: str = "") -> GpuKind | None:
+def identify(gpus: Probe, override: str = "", forced: bool = False) -> GpuKind | None:
     """Return the kind of all visible GPUs, or None if there is no GPU.
 
     The kind of a GPU that is not in KINDS is derived. The driver reports memory, compute units and
     architecture. The peaks are 0 unless they are in DERIVED_SPEEDS.
 
-    `override`: value of the environment variable GPU_KIND.
+    `override`: value of GPU_KIND, for GPUs that the driver does not name, or of --gpu-kind.
+    `forced`: accept an override that contradicts the driver's name, as --gpu-kind does.
 
     Raises PreflightError if a GPU is partitioned, if the GPUs are of different kinds, or if
     `override` is not their kind. Raises ConfigError without a GPU if `override` is unknown.
@@ -101,24 +104,35 @@ def identify(gpus: Probe, override: str = "") -> GpuKind | None:
     for device in gpus.devices:
         if device.partition:
             raise _partitioned(f"partition mode {device.partition}")
-    if len(gpus.devices) > MAX_GPUS:
-        raise _partitioned(f"{len(gpus.devices)} devices in one node")
-    kinds = [_kind_of(device, gpus, override) for device in gpus.devices]
+    kinds = [_kind_of(device, gpus, override, forced) for device in gpus.devices]
     names = {kind.name for kind in kinds}
     if len(names) > 1:
-        variable = "HIP_VISIBLE_DEVICES" if gpus.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+        variable = "ROCR_VISIBLE_DEVICES" if gpus.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+        most = Counter(kind.name for kind in kinds).most_common(1)[0][0]
+        indices = ",".join(str(i) for i, kind in enumerate(kinds) if kind.name == most)
         raise PreflightError(
             f"different kinds of GPU in one run: {', '.join(sorted(names))}",
             "MLPerf requires GPUs of one kind, and all would wait for the slowest",
-            f"choose one kind with {variable}",
+            f"hide the others; of the visible GPUs, {variable}={indices} are {most}",
         )
+    if len(kinds) > MAX_GPUS:
+        raise _partitioned(f"{len(kinds)} devices in one node")
     # Devices of one derived kind may report slightly different memory.
     return min(kinds, key=lambda kind: kind.memory_bytes)
 
 
-def _kind_of(device: Device, gpus: Probe, override: str) -> GpuKind:
+def _kind_of(device: Device, gpus: Probe, override: str, forced: bool) -> GpuKind:
     """Return a kind of KINDS, or a kind derived from what the driver reports of `device`."""
-    kind = KINDS.get(override or _named_kind(device.name))
+    named = _named_kind(device.name)
+    known = next((name for name in DERIVED_SPEEDS if re.search(rf"\b{name}\b", device.name)), "")
+    product = named or known or (device.name if CARD.search(device.name) else "")
+    if override in KINDS and product and product != override and not forced:
+        raise PreflightError(
+            f"GPU_KIND={override}, but the driver names the GPU {device.name}",
+            "config, memory, peak and the log would be those of another product",
+            f"unset GPU_KIND, or force it with --gpu-kind {override} (not for submission)",
+        )
+    kind = KINDS.get(override or named)
     if kind is not None and device.arch.startswith(kind.arch):
         _refuse_less_than_whole(device, kind)
         return kind
@@ -126,7 +140,6 @@ def _kind_of(device: Device, gpus: Probe, override: str) -> GpuKind:
         raise _wrong_override(gpus, override)
     # Only characters that a config name may contain.
     driver_name = re.sub(r"\W+", "_", device.name or device.arch).strip("_")
-    known = next((name for name in DERIVED_SPEEDS if re.search(rf"\b{name}\b", device.name)), "")
     return GpuKind(
         known or driver_name,
         gpus.vendor,
@@ -142,7 +155,7 @@ def _named_kind(name: str) -> str:
 
     Also returns "" for PCIe cards, which have a lower clock, power and peak than SXM modules.
     """
-    if re.search(r"\b(PCIe|NVL)\b", name):
+    if CARD.search(name):
         return ""
     return next((kind for kind in KINDS if re.search(rf"\b{kind}\b", name, re.IGNORECASE)), "")
 
@@ -189,6 +202,12 @@ def config_names(root: Path, benchmark: str) -> list[str]:
     return sorted(path.stem for path in (root / "configs" / benchmark).glob("*.toml"))
 
 
+def node_size(root: Path, kind: GpuKind) -> int:
+    """Return the number of GPUs of a whole node, by the kind's configs, 0 without any."""
+    paths = (root / "configs").glob(f"*/{kind.name}_1x*.toml")
+    return max((int(path.stem.rpartition("x")[2]) for path in paths), default=0)
+
+
 def config_path(root: Path, benchmark: str, name: str) -> Path:
     """Return configs/<benchmark>/<name>.toml.
 
@@ -229,7 +248,7 @@ def probe(
     """
     env = os.environ if environment is None else environment
     amd = probe_amd(env, sysfs, dev)
-    return amd if amd.devices else probe_nvidia(env, dev)
+    return amd if amd.devices or amd.hidden else probe_nvidia(env, dev)
 
 
 def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
@@ -268,10 +287,12 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
         )
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
-    visible = visible_indices(
-        len(devices), env.get("CUDA_VISIBLE_DEVICES"), [device.address for device in devices]
-    )
-    return Probe("nvidia" if visible else "none", tuple(devices[i] for i in visible), rows[0][5])
+    value = env.get("CUDA_VISIBLE_DEVICES")
+    visible = visible_indices(len(devices), value, [device.address for device in devices])
+    if not visible:
+        hidden = f"CUDA_VISIBLE_DEVICES={value} hides all {len(devices)} GPUs"
+        return Probe("none", driver=rows[0][5], hidden=hidden)
+    return Probe("nvidia", tuple(devices[i] for i in visible), rows[0][5])
 
 
 def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
@@ -294,12 +315,14 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
             "start the container with --device /dev/kfd --device /dev/dri and these groups, "
             "or run the miniature with --device cpu",
         )
+    version = read_text(sysfs / "module/amdgpu/version")
     chosen = list(range(len(devices)))
     # ROCR_VISIBLE_DEVICES applies first. HIP_VISIBLE_DEVICES (default: CUDA_VISIBLE_DEVICES) then
     # indexes the remaining GPUs.
-    for value in (
-        env.get("ROCR_VISIBLE_DEVICES"),
-        env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES")),
+    hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
+    for name, value in (
+        ("ROCR_VISIBLE_DEVICES", env.get("ROCR_VISIBLE_DEVICES")),
+        (hip, env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))),
     ):
         if value and "GPU-" in value:
             raise PreflightError(
@@ -307,9 +330,12 @@ def probe_amd(env: Mapping[str, str], sysfs: Path, dev: Path) -> Probe:
                 "this package reads the order of AMD GPUs, but not their UUIDs",
                 "set the variable (ROCR_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES) to indices",
             )
-        chosen = [chosen[i] for i in visible_indices(len(chosen), value)]
-    version = read_text(sysfs / "module/amdgpu/version")
-    return Probe("amd" if chosen else "none", tuple(devices[i] for i in chosen), version)
+        visible = [chosen[i] for i in visible_indices(len(chosen), value)]
+        if not visible:
+            hidden = f"{name}={value} hides all {len(chosen)} GPUs"
+            return Probe("none", driver=version, hidden=hidden)
+        chosen = visible
+    return Probe("amd", tuple(devices[i] for i in chosen), version)
 
 
 def _read_kfd_node(node: Path, sysfs: Path) -> Device | None:
@@ -347,6 +373,8 @@ def visible_indices(count: int, value: str | None, uuids: list[str] | None = Non
 
     `value`: the variable, or None if it is not set. An entry is an index, or the beginning of
         exactly one UUID. As in CUDA and HIP, the list ends at the first invalid entry.
+
+    Raises PreflightError if an entry is repeated: libraries treat that differently.
     """
     if value is None:
         return list(range(count))
@@ -363,5 +391,11 @@ def visible_indices(count: int, value: str | None, uuids: list[str] | None = Non
             index = int(entry)
         if not 0 <= index < count:
             break
+        if index in chosen:
+            raise PreflightError(
+                f"*_VISIBLE_DEVICES={value} names a GPU twice",
+                "each process would need a GPU of its own",
+                "name each GPU once",
+            )
         chosen.append(index)
     return chosen

@@ -1,10 +1,13 @@
-"""Memory and limits of this host. Standard library only."""
+"""Memory, CPUs and limits of this host. Standard library only."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import resource
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,21 +44,59 @@ def _memlock_bytes(root: Path) -> int:
 
 
 def available_memory(root: Path) -> int:
-    """Return MemAvailable in bytes, or what the control group has left if that is less.
+    """Return MemAvailable in bytes, or what a control group of this process has left if less.
 
-    The control group's page cache counts as available. On Grace, where GPU memory is a NUMA node of
+    A control group's page cache counts as available. On Grace, where GPU memory is a NUMA node of
     its own, MemAvailable would include it, so only nodes with CPUs are counted there.
     """
-    machine = _available_on_cpu_nodes(root)
-    if not machine:
-        machine = key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
-    group = root / "sys/fs/cgroup"
-    limit = read_text(group / "memory.max")
-    used = read_text(group / "memory.current")
-    if not limit.isdigit() or not used.isdigit():
-        return machine
-    kept = int(used) - key_values(group / "memory.stat").get("inactive_file", 0)
-    return min(machine, max(int(limit) - kept, 0))
+    available = _available_on_cpu_nodes(root)
+    if not available:
+        available = key_values(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
+    for group in _control_groups(root, "memory"):
+        limit = read_text(group / "memory.max") or read_text(group / "memory.limit_in_bytes")
+        used = read_text(group / "memory.current") or read_text(group / "memory.usage_in_bytes")
+        if limit.isdigit() and used.isdigit():
+            counts = key_values(group / "memory.stat")
+            cache = counts.get("total_inactive_file", counts.get("inactive_file", 0))
+            available = min(available, max(int(limit) - int(used) + cache, 0))
+    return available
+
+
+def cpu_count(root: Path = Path("/"), pid: int = 0) -> int:
+    """Return the number of CPUs that a process may use.
+
+    They are those of its affinity, or fewer if a control group of this process has a smaller quota.
+    `pid`: of the process (default: this one).
+    """
+    cpus = float(len(os.sched_getaffinity(pid)))
+    for group in _control_groups(root, "cpu"):
+        quota, _, period = read_text(group / "cpu.max").partition(" ")
+        if not quota:
+            quota = read_text(group / "cpu.cfs_quota_us")
+            period = read_text(group / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():  # not "max" or "-1"
+            cpus = min(cpus, int(quota) / int(period))
+    return max(1, math.ceil(cpus))
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of the control groups of this process that may limit it, from the top.
+
+    With version 2, all controllers share one tree. With version 1, each has a tree of its own. A
+    container may see its own group as the top of the tree.
+    """
+    top = root / "sys/fs/cgroup"
+    yield top
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        folder = top / controller if controllers else top
+        if controllers:
+            yield folder
+        for name in filter(None, path.split("/")):
+            folder /= name
+            yield folder
 
 
 def _available_on_cpu_nodes(root: Path) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common.errors import PreflightError
 from common.gpu_kinds import DESCRIPTION_KEYS, GIB, KINDS
+from common.known_issues import installed
 from common.machine.gpu_stats import read_text
 from common.machine.hardware import Probe, identify
 from common.packages import version_of
@@ -186,13 +187,17 @@ def software(root: Path, gpus: Probe) -> dict[str, str]:
     kernel = read_text(root / "proc/sys/kernel/osrelease")
     name = system.get("PRETTY_NAME", "").strip('"')
     torch = version_of("torch")
-    rocm = read_text(root / "opt/rocm/.info/version")
+    # torch's ROCm. Its wheels bring it, and /opt/rocm may then be missing or of another version.
+    libraries = installed()
+    rocm = libraries.get("rocm") or read_text(root / "opt/rocm/.info/version")
     stack = []
     if gpus.driver:
         driver = "amdgpu" if gpus.vendor == "amd" else "NVIDIA"
         stack.append(f"{driver} driver {gpus.driver}")
     if rocm:
         stack.append(f"ROCm {rocm}")
+    if "aotriton" in libraries:
+        stack.append(f"AOTriton {libraries['aotriton']}")
     cuda = re.search(r"\+cu(\d+)(\d)$", torch)  # torch's wheel includes its own CUDA
     if cuda:
         stack.append(f"CUDA {cuda[1]}.{cuda[2]}")

@@ -90,7 +90,10 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
     with attention_backends(processes.device.type, DTYPES[config.precision]):
         if processes.device.type == "cuda":  # reject engines that compute wrongly, as a run does
             sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
-            require_sound(check_engines(sizes, processes.device), processes.device)
+            checked = check_engines(sizes, processes.device)
+            require_sound(checked, processes.device)
+            if processes.rank == 0:
+                print(*checked.engine_lines(), sep="\n", file=sys.stderr, flush=True)
         assembly = training.assemble_random(config, rules, processes, args.seed)
         meter = make_meter(config, rules, processes, Events(None))
         measure(config, args, assembly, processes, meter)

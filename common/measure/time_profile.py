@@ -20,6 +20,7 @@ from torch.profiler import profile as torch_profile
 
 from common.errors import StorageError
 from common.html import page
+from common.kernels.step_clock import StepClock
 from common.measure import report, trace
 from common.measure.files import write_json
 from common.measure.kernel_time import COMMUNICATION, GEMM, IDLE, ProfileRow, breakdown
@@ -28,7 +29,6 @@ from common.measure.tables import Section
 from common.model.llama import Llama
 from common.sharding.processes import Processes
 from common.text_tables import number
-from common.training.metrics import StepClock
 
 TRACE = "trace.json.gz"
 # Key of a row -> head of its column, and format.

@@ -154,9 +154,10 @@ class RunRecord:
         self.config = self._text("config.toml") or ""
         self.versions = self._object("versions.json")
         self.failure = self._object("failure.json")
-        if not isinstance(self.versions.get("packages", {}), dict):
-            self.notes.append("versions.json: packages is not an object")
-            self.versions["packages"] = {}
+        for name in ("packages", "engines", "variables", "system_tuning"):
+            if not isinstance(self.versions.get(name, {}), dict):
+                self.notes.append(f"versions.json: {name} is not an object")
+                self.versions[name] = {}
         self.benchmark = str(self.log.last("submission_benchmark") or "")
         self.org = str(self.log.value("submission_org") or "")
         self.division = str(self.log.value("submission_division") or "")
@@ -357,11 +358,33 @@ class RunRecord:
 
     @property
     def engines(self) -> dict:
-        """Operation -> engine, by the self-test. It may reject engines that versions.json names."""
-        for record in reversed(self.records):
-            if record.get("event") == "self_test":
-                return {name: record[name] for name in ENGINES if record.get(name)}
-        return self.versions.get("engines") or {}
+        """Operation -> engine, by the self-test. For SDPA, the backend of attention."""
+        if self._self_test:
+            return {name: self._self_test[name] for name in ENGINES if self._self_test.get(name)}
+        return self.versions.get("engines", {})
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Recorded environment variables. There are none in runs of earlier versions."""
+        return {name: str(value) for name, value in self.versions.get("variables", {}).items()}
+
+    @property
+    def engine_choices(self) -> dict[str, dict]:
+        """Operation -> fields of the self-test's EngineChoice: engine, why, ms. {} without them."""
+        choices = self._self_test.get("engines")
+        if not isinstance(choices, dict):
+            return {}
+        return {
+            name: choice
+            for name, choice in choices.items()
+            if name in ENGINES and isinstance(choice, dict) and type(choice.get("engine")) is str
+        }
+
+    @property
+    def _self_test(self) -> dict:
+        """The last event of the self-test, or {}."""
+        tests = [record for record in self.records if record.get("event") == "self_test"]
+        return tests[-1] if tests else {}
 
     # Measurements.
 

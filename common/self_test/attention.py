@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import engines
 from common.kernels.attention import attention_backends, attention_engine, causal_attention
+from common.model.fused_block import attend
 from common.self_test.kernel_cases import Draw, Sizes, random_heads
 from common.self_test.results import Check, SelfTestResult, all_finite, decibels
 
@@ -51,6 +52,20 @@ def attention_checks(sizes: Sizes, draw: Draw, result: SelfTestResult) -> Iterat
         if ratios:  # unless `forward` raised
             measured = partial(ratios.__getitem__, index)
             yield Check(f"attention backward {name}", text, ATTENTION_DB, measured)
+
+
+def attention_work(sizes: Sizes, draw: Draw) -> Callable[[], object]:
+    """Return the attention of one layer, forward and backward, on a packed projection."""
+    shape = sizes.shape
+    size = (sizes.micro_batch_size, sizes.sequence_length)
+    projection = draw(*size, shape.qkv_size, dtype=sizes.dtype)
+    d_out = draw(*size, shape.attention_size, dtype=sizes.dtype)
+
+    def work() -> None:
+        with attention_backends(draw.device.type, sizes.dtype):
+            attend(shape, projection, keep=True).backward(d_out)
+
+    return work
 
 
 def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -20,7 +20,8 @@ from common.kernels.fp8 import (
     wgrad,
 )
 from common.model.block_ops import KERNEL_ENGINES
-from common.model.linear_layers import DelayedScaling
+from common.model.linear_layers import DelayedScaling, LinearLayers
+from common.model.shapes import ModelShape
 from common.self_test.kernel_cases import Draw, Sizes
 from common.self_test.results import Check, SelfTestResult, all_finite, decibels
 
@@ -38,13 +39,7 @@ def product_checks(sizes: Sizes, draw: Draw) -> Iterator[Check]:
     shape = sizes.shape
     tokens = sizes.tokens
     trains = not sizes.lora_rank
-    linears = {
-        "qkv": (shape.hidden_size, shape.qkv_size),
-        "o": (shape.attention_size, shape.hidden_size),
-        "gate_up": (shape.hidden_size, 2 * shape.ffn_hidden_size),
-        "down": (shape.ffn_hidden_size, shape.hidden_size),
-        "head": (shape.hidden_size, shape.vocab_size),
-    }
+    linears = linear_sizes(shape) | {"head": (shape.hidden_size, shape.vocab_size)}
     for name, (inputs, outputs) in linears.items():
         fp8 = sizes.fp8 and name != "head"
         op = "FP8 product" if fp8 else f"{dtype_name(sizes.dtype)} product"
@@ -61,6 +56,47 @@ def product_checks(sizes: Sizes, draw: Draw) -> Iterator[Check]:
     if draw.device.type == "cuda":
         measure = partial(_product, "fprop", SPLIT_K, False, sizes, draw)
         yield Check("bf16 product", str(SPLIT_K), PRODUCT_DB, measure)
+
+
+def linear_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return name -> (inputs, outputs) of each linear layer of a block."""
+    return {
+        "qkv": (shape.hidden_size, shape.qkv_size),
+        "o": (shape.attention_size, shape.hidden_size),
+        "gate_up": (shape.hidden_size, 2 * shape.ffn_hidden_size),
+        "down": (shape.ffn_hidden_size, shape.hidden_size),
+    }
+
+
+def product_work(sizes: Sizes, draw: Draw) -> Callable[[], object]:
+    """Return all products of one layer, forward and backward, on operands as in a step."""
+    trains = not sizes.lora_rank
+    scaling = DelayedScaling() if sizes.fp8 else LinearLayers()
+    shapes = linear_sizes(sizes.shape).values()
+    quantizers = [
+        (
+            scaling.quantizer(transposed=trains),
+            scaling.quantizer(weight=True),
+            scaling.quantizer(gradient=True, transposed=trains),
+        )
+        for _ in shapes
+    ]
+    scaling.allocate(draw.device)
+    quantize = KERNEL_ENGINES[sizes.kernels].quantize
+    operands = []
+    for (inputs, outputs), of_layer in zip(shapes, quantizers, strict=True):
+        rows = ((sizes.tokens, inputs), (outputs, inputs), (sizes.tokens, outputs))
+        drawn = [draw(*size, dtype=sizes.dtype) for size in rows]
+        operands.append([quantize(*pair) for pair in zip(drawn, of_layer, strict=True)])
+
+    def work() -> None:
+        for x, weight, g in operands:
+            fprop(x, weight)
+            dgrad(g, weight)
+            if trains:
+                wgrad(g, x)
+
+    return work
 
 
 def cublaslt_choices(result: SelfTestResult) -> list[str]:

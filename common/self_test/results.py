@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,6 +45,21 @@ class OpResult:
         return f"{self.op} {self.shape}: {self.error or value} (minimum {self.least:g} dB)"
 
 
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine that a self-test chose for an operation, and why."""
+
+    engine: str  # its name
+    why: str
+    # Engine -> ms of one layer on the slowest rank, in each measurement. Empty if none was timed.
+    ms: dict[str, list[float]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        means = [f"{name} {statistics.fmean(times):.3f}" for name, times in self.ms.items()]
+        times = f" (ms per layer: {', '.join(means)})" if means else ""
+        return f"{self.engine}: {self.why}{times}"
+
+
 @dataclass
 class SelfTestResult:
     """The engines that a self-test chose, and the results of its ops."""
@@ -50,6 +68,8 @@ class SelfTestResult:
     products: str = ""  # engine of matrix products
     swiglu: str = ""  # engine of SwiGLU; "" for a config that has no choice
     missing: list[str] = field(default_factory=list)  # why faster engines are not used
+    engines: dict[str, EngineChoice] = field(default_factory=dict)  # by operation
+    notes: list[str] = field(default_factory=list)  # problems of the times that are kept
     seconds: float = 0.0
     results: list[OpResult] = field(default_factory=list)
 
@@ -57,6 +77,14 @@ class SelfTestResult:
     def bad(self) -> list[OpResult]:
         """Results of ops that failed."""
         return [result for result in self.results if not result.good]
+
+    def engine_lines(self) -> list[str]:
+        """Return lines for the screen: the engines that were chosen by their times, and notes."""
+        lines = [f"NOTE       {note}" for note in self.notes]
+        for operation, choice in self.engines.items():
+            if choice.ms:
+                lines.append(f"engines    {operation} by {choice}")
+        return lines
 
     @property
     def worst(self) -> OpResult:
@@ -90,3 +118,15 @@ def all_finite(x: Tensor) -> bool:
     """Return whether every value of `x` is finite."""
     # aminmax returns NaN if any value is NaN, and unlike isfinite needs no memory.
     return all(math.isfinite(float(end)) for end in torch.aminmax(x.detach()))
+
+
+@contextlib.contextmanager
+def freed_memory(device: torch.device) -> Iterator[None]:
+    """Free the memory that the block has used on a GPU, when it ends."""
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)

@@ -21,7 +21,6 @@ every value is half of the true one, 6 dB. Random numbers come from a separate g
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,15 +34,14 @@ from common.kernels.architecture import architecture
 from common.kernels.attention import attention_engine
 from common.kernels.fp8 import product_engine
 from common.kernels.swiglu import swiglu_engine
-from common.self_test.attention import attention_checks
+from common.self_test.attention import attention_checks, attention_work
+from common.self_test.engine_times import Operation, choose_engine
 from common.self_test.kernel_cases import Draw, Sizes
 from common.self_test.kernels import compile_kernels_in_background, kernel_checks
-from common.self_test.products import product_checks
-from common.self_test.results import Check, OpResult, SelfTestResult
-from common.self_test.swiglu import may_fuse_swiglu, swiglu_checks
+from common.self_test.products import product_checks, product_work
+from common.self_test.results import Check, OpResult, SelfTestResult, freed_memory
+from common.self_test.swiglu import may_fuse_swiglu, swiglu_checks, swiglu_work
 from common.sharding.processes import Processes
-
-Checks = Callable[[Sizes, Draw], Iterator[Check]]
 
 
 def self_test(
@@ -66,33 +64,65 @@ def check_engines(
 ) -> SelfTestResult:
     """Run the checks of attention, of products and of SwiGLU in their epilogues.
 
-    An engine whose checks fail is excluded in this process, and the next one is tested. A pinned
-    engine and the last engine of an operation are not excluded. Their bad results remain.
+    All usable engines are tested and timed, unless an earlier start kept their times, and the
+    fastest is used (engine_times.py). One whose checks fail is excluded in this process. A pinned
+    engine and the last one of an operation are not excluded. Their bad results remain.
     """
     result = SelfTestResult()
     draw = Draw(device)
-    attention = partial(attention_checks, result=result)
-    engine_checks: list[tuple[str, Checks, Callable[[], engines.Choice]]] = [
-        (engines.ATTENTION, attention, partial(attention_engine, device, sizes.dtype)),
-        (engines.PRODUCTS, product_checks, partial(product_engine, device, sizes.dtype)),
-    ]
-    if may_fuse_swiglu(sizes):
-        engine_checks.append((engines.SWIGLU, swiglu_checks, partial(swiglu_engine, device)))
-    for operation, checks, choice in engine_checks:
-        while True:
-            op_results = run_checks(checks(sizes, draw), device, on_op)
-            bad = [each for each in op_results if not each.good]
-            if not bad:
-                break
-            is_rejected = engines.reject(operation, choice(), f"its self-test failed: {bad[0]}")
-            if not is_rejected:
-                break
-        result.results += op_results
-        result.missing += map(str, choice().faster)
+    for operation in operations(sizes, device, result):
+        _check_engines_of(operation, sizes, draw, result, on_op)
     result.products = str(product_engine(device, sizes.dtype).engine)
     if may_fuse_swiglu(sizes):
         result.swiglu = str(swiglu_engine(device).engine)
     return result
+
+
+def _check_engines_of(
+    operation: Operation,
+    sizes: Sizes,
+    draw: Draw,
+    result: SelfTestResult,
+    on_op: Callable[[str], object],
+) -> None:
+    """Choose the engine of one operation, and add the results of its checks to `result`."""
+    backends: dict[str, str] = {}  # engine -> attention backend
+
+    def test() -> list[OpResult]:
+        found = run_checks(operation.checks(sizes, draw), draw.device, on_op)
+        backends[operation.choice().engine.name] = result.attention
+        return found
+
+    choice, results = choose_engine(operation, sizes, draw, test, result.notes)
+    result.engines[operation.name] = choice
+    result.attention = backends[choice.engine]
+    result.results += results[choice.engine]
+    result.missing += map(str, operation.choice().faster)
+
+
+def operations(sizes: Sizes, device: torch.device, result: SelfTestResult) -> list[Operation]:
+    """Return the operations whose engines are chosen, SwiGLU after the products that it uses.
+
+    `result`: receives the backend of attention.
+    """
+    chosen = [
+        Operation(
+            engines.ATTENTION,
+            partial(attention_checks, result=result),
+            partial(attention_engine, device, sizes.dtype),
+            attention_work,
+        ),
+        Operation(
+            engines.PRODUCTS,
+            product_checks,
+            partial(product_engine, device, sizes.dtype),
+            product_work,
+        ),
+    ]
+    if may_fuse_swiglu(sizes):
+        swiglu = partial(swiglu_engine, device)
+        chosen.append(Operation(engines.SWIGLU, swiglu_checks, swiglu, swiglu_work))
+    return chosen
 
 
 def run_checks(
@@ -100,7 +130,7 @@ def run_checks(
 ) -> list[OpResult]:
     """Run the checks and free their memory. Raises the errors of pinned engines."""
     results: list[OpResult] = []
-    try:
+    with freed_memory(device):
         for check in checks:
             on_op(f"self-test: {check.op} {check.shape}")
             result = OpResult(check.op, check.shape, least=check.least)
@@ -111,11 +141,6 @@ def run_checks(
                 raise  # a pinned engine cannot be used
             except Exception as error:  # of any class, because compilers have their own
                 result.error = first_line(error)
-    finally:
-        if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
     return results
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from common.self_test.kernels import KERNEL_DB, output_db
 from common.self_test.results import Check
 
 SWIGLU_AMAX = 1e-3  # largest relative difference of the amax
+Step = Callable[[type[LinearLayers], Quantizers], tuple[Output, ...]]
 
 
 def may_fuse_swiglu(sizes: Sizes) -> bool:
@@ -42,6 +43,40 @@ def _fused_swiglu(backward: bool, sizes: Sizes, draw: Draw) -> float:
 
     Both run in a second step, with delayed scales. Returns NaN if their amaxes differ.
     """
+    step = _step(backward, sizes, draw)
+
+    def second_step(linear: type[LinearLayers]) -> tuple[tuple[Output, ...], Tensor]:
+        """Return the results and the amaxes of all quantizers."""
+        quantizers = Quantizers(sizes, draw.device)
+        step(LinearLayers, quantizers)
+        quantizers.scaling.step_done()
+        results = step(linear, quantizers)
+        return results, quantizers.scaling.scales[:, AMAX]
+
+    truth, true_amaxes = second_step(LinearLayers)
+    values, amaxes = second_step(DelayedScaling)
+    if not torch.allclose(amaxes, true_amaxes, rtol=SWIGLU_AMAX, atol=0.0):
+        return math.nan
+    return min(output_db(*pair) for pair in zip(truth, values, strict=True))
+
+
+def swiglu_work(sizes: Sizes, draw: Draw) -> Callable[[], object]:
+    """Return SwiGLU of one layer with its two products, forward and backward, in a second step."""
+    quantizers = Quantizers(sizes, draw.device)
+    steps = [_step(backward, sizes, draw) for backward in (False, True)]
+    for step in steps:
+        step(LinearLayers, quantizers)
+    quantizers.scaling.step_done()
+
+    def work() -> None:
+        for step in steps:
+            step(DelayedScaling, quantizers)
+
+    return work
+
+
+def _step(backward: bool, sizes: Sizes, draw: Draw) -> Step:
+    """Return the function that computes SwiGLU with its product, by a class of linear layers."""
     ops = KERNEL_ENGINES[sizes.kernels]
     ffn = sizes.shape.ffn_hidden_size
     hidden = sizes.shape.hidden_size
@@ -61,16 +96,4 @@ def _fused_swiglu(backward: bool, sizes: Sizes, draw: Draw) -> float:
         kept = ops.quantize(gate_up, quantizers.kept) if quantizers.kept else gate_up
         return (linear.down_swiglu_backward(*arguments, kept, quantizers.gradient),)
 
-    def second_step(linear: type[LinearLayers]) -> tuple[tuple[Output, ...], Tensor]:
-        """Return the results and the amaxes of all quantizers."""
-        quantizers = Quantizers(sizes, draw.device)
-        step(LinearLayers, quantizers)
-        quantizers.scaling.step_done()
-        results = step(linear, quantizers)
-        return results, quantizers.scaling.scales[:, AMAX]
-
-    truth, true_amaxes = second_step(LinearLayers)
-    values, amaxes = second_step(DelayedScaling)
-    if not torch.allclose(amaxes, true_amaxes, rtol=SWIGLU_AMAX, atol=0.0):
-        return math.nan
-    return min(output_db(*pair) for pair in zip(truth, values, strict=True))
+    return step

@@ -6,6 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from common.benchmarks import Rules
 from common.config import RunConfig
 from common.errors import ConfigError
+from common.kernels.architecture import high_priority
+from common.machine.host import cpu_count
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,8 @@ def start_processes(
 
     `device_type`: "cpu" or "cuda".
     `timeout_s`: timeout of collectives in seconds.
-    `high_priority_compute`: launch this thread's kernels on a high-priority stream of an NVIDIA
-        GPU, so that kernels of side streams only fill idle multiprocessors. Ignored on AMD: there a
-        high priority is one more hardware queue, and ROCm 10 has no priorities.
+    `high_priority_compute`: launch this thread's kernels on a high-priority stream, so that kernels
+        of side streams only fill idle multiprocessors. Ignored on AMD GPUs (`high_priority`).
     """
     # torch 2.13 renames collectives. Older versions have only the old names.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
@@ -84,8 +86,8 @@ def start_processes(
     if device_type == "cuda":
         device = torch.device(device_type, local_rank)
         torch.cuda.set_device(device)
-        if high_priority_compute and torch.version.hip is None:
-            torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))
+        if high_priority_compute and (priority := high_priority(device)):
+            torch.cuda.set_stream(torch.cuda.Stream(device, priority=priority))
     backend = "nccl" if device_type == "cuda" else "gloo"
     alone = "RANK" not in os.environ
     if not dist.is_initialized():
@@ -116,10 +118,11 @@ def require_world_size(processes: Processes, expected: int) -> None:
 def thread_count() -> int:
     """Return the number of threads with which a rank reads, hashes or draws weights.
 
-    It is the rank's share of the host's cores, but at least 2 and at most 8.
+    It is the rank's share of the CPUs that the job may use, but at least 2 and at most 8.
     """
-    share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(2, min(8, share))
+    # The rank may be bound to its share. Its parent, which starts all ranks of the node, is not.
+    share = cpu_count(pid=os.getppid()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(2, min(8, share, cpu_count()))
 
 
 def mesh_of(device_type: str, world_size: int, ranks_per_node: int) -> DeviceMesh:
@@ -144,3 +147,12 @@ def max_over_ranks(values: list[float], processes: Processes) -> list[float]:
     most = torch.tensor(values, dtype=torch.float64, device=processes.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return most.tolist()
+
+
+def of_all_ranks(value: Any) -> list:
+    """Return `value` of every rank, in the order of the ranks, or [value] without other ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from common.kernels.architecture import high_priority
+
 
 class SideStream:
     """The side stream of a CPU: work runs when it is enqueued, and events are None."""
@@ -39,7 +41,7 @@ class CudaSideStream(SideStream):
         # High priority, so that the few thread blocks of a gather do not queue behind the thousands
         # of a matrix product.
         self.device = device
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = torch.cuda.Stream(device, priority=high_priority(device))
 
     def run(self, work: Callable[[], object], after: torch.cuda.Event | None) -> torch.cuda.Event:
         with torch.cuda.stream(self.stream):

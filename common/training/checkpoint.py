@@ -50,6 +50,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from common import engines
 from common.atomic_write import rename_complete, write_whole
 from common.benchmarks import rules_of
 from common.errors import (
@@ -68,6 +69,7 @@ from common.training.continuation import (
     CHECKPOINTS_FOLDER,
     DATA_FILES,
     DEVICE,
+    ENGINES,
     FACTS,
     PARTIAL_SUFFIX,
     CheckpointInterval,
@@ -275,6 +277,7 @@ class Checkpoints:
             "ranks": self.processes.world_size,
             DATA_FILES: self.data,
             BASE_FILES: self.run.base_files,
+            ENGINES: engines.used(),
         }
         writer = DcpWriter(self.folder / f"step_{step:08d}", facts)
         # Remove what a killed save of this step left, perhaps by more ranks. `_digest` exchanges

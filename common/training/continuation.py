@@ -36,6 +36,7 @@ FACT_TYPES = {  # the required keys of facts.json
 # the older key data_files cover only the first MiB, so they cannot be compared.
 DATA_FILES = "sampled_data_files"
 BASE_FILES = "base_files"
+ENGINES = "engines"  # operation -> name of the engine, which older checkpoints lack
 DEVICE = "device"  # type of the device, "cpu" or "cuda", which older checkpoints lack too
 # Config keys that may change when a run is continued. All others decide what is computed, or in
 # which order data are read.
@@ -49,6 +50,7 @@ MAY_DIFFER = {
     "recompute_layers",
     "reduce_scatter",
     "frozen_base",
+    "transposed_layers",
     "offload_layers",
 }
 
@@ -135,7 +137,8 @@ def _defect(folder: Path, facts: object) -> str:
     if not isinstance(facts, dict):
         return "it is not a JSON object"
     wrong = [key for key, kind in FACT_TYPES.items() if type(facts.get(key)) is not kind]
-    wrong += [key for key in (DATA_FILES, BASE_FILES) if type(facts.get(key, {})) is not dict]
+    optional = (DATA_FILES, BASE_FILES, ENGINES)
+    wrong += [key for key in optional if type(facts.get(key, {})) is not dict]
     if wrong:
         return f"{', '.join(wrong)} missing, or of the wrong type"
     step = facts["step"]

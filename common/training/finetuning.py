@@ -150,6 +150,7 @@ def _frozen_base(config: RunConfig, rules: Rules, processes: Processes) -> Froze
         processes,
         kernels=config.kernels,
         storage=config.frozen_base,
+        transposed_layers=config.transposed_layers,
         dtype=None if config.linear_format.in_fp8 else DTYPES[config.precision],
         timeout_s=config.hang_timeout_s,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from common.training.heartbeat import Heartbeat
 from common.training.metrics import Events, Meter, ProgressLog
 from common.training.mllog import RunLog
 from common.training.rank_comparison import RankComparison
+from common.variables import Use, select
 
 
 @dataclass
@@ -22,6 +24,8 @@ class Reports:
     heartbeat: Heartbeat
     meter: Meter | None = None  # set at the end of the warm-up
     rank_comparison: RankComparison | None = None  # set before training on several GPUs
+    # As this process got them. Modules of engines add defaults, also those that are not used.
+    variables: dict[str, str] = field(default_factory=lambda: select(Use.RECORDED, os.environ))
     over: bool = False  # whether run_stop was written, or the run failed before it
     phase_began: float = field(default_factory=time.monotonic)
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +28,7 @@ import torch
 
 from common import config as configs
 from common import engines
+from common.atomic_write import write_whole
 from common.benchmarks import Rules, config_class, divisions
 from common.config import RunConfig
 from common.data.prefetch import Prefetcher
@@ -36,6 +39,7 @@ from common.errors import (
     TargetMissed,
     first_line,
 )
+from common.kernels.architecture import gpu_architecture
 from common.kernels.attention import attention_backends
 from common.model.precision import DTYPES
 from common.self_test.kernel_cases import Sizes
@@ -59,6 +63,7 @@ from common.training.rank_comparison import make_rank_comparison
 from common.training.reports import Reports
 from common.training.run import Run, frozen_weights_folder
 from common.training.warmup import warm_up
+from system_tuning.settings import state
 
 if TYPE_CHECKING:  # not imported at run time, because most runs have no checkpoints
     from common.training.checkpoint import Checkpoints
@@ -107,11 +112,12 @@ def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> N
 
 @contextlib.contextmanager
 def self_tested(run: Run, reports: Reports, rules: Rules, processes: Processes) -> Iterator[None]:
-    """Run the self-test, then the block, both with this rank's seed and attention backends."""
-    # For dropout and stochastic rounding, which must differ between the ranks.
-    torch.manual_seed(run.seed + processes.rank)
+    """Run the self-test, then the block with this rank's seed, both with attention's backends."""
     with attention_backends(processes.device.type, DTYPES[run.config.precision]):
         run_self_test(run.config, rules, processes, reports)
+        # For dropout and stochastic rounding, which must differ between the ranks. Set after the
+        # self-test, because some libraries draw numbers in it, and not every start times them.
+        torch.manual_seed(run.seed + processes.rank)
         yield
 
 
@@ -124,20 +130,43 @@ def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports
     result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
     require_sound(result, processes.device)
     require_equal_engines(result, processes)
-    # The first screen named these engines. It cannot know that they fail here.
+    # The first screen named the engines by their order. It cannot know which fail or are slow here.
     for rejection in engines.rejections():
         reports.progress.show(f"NOTE       {rejection}")
+    for line in result.engine_lines():
+        reports.progress.show(line)
     reports.events.write(
         "self_test",
         attention=result.attention,
         products=result.products,
         swiglu=result.swiglu,
+        engines={name: asdict(choice) for name, choice in result.engines.items()},
         missing=result.missing,
         choices=cublaslt_choices(result),
         seconds=result.seconds,
         ops=len(result.results),
         worst=str(result.worst),
     )
+
+
+def record_state(
+    run_dir: Path, config: RunConfig, device: torch.device, variables: Mapping[str, str]
+) -> None:
+    """Write what runs into versions.json, where the launcher wrote what it expected.
+
+    These are the engines after the self-test, the environment `variables` of this process, and the
+    settings of the host. Rank 0 calls it right before the clock starts.
+    """
+    path = run_dir / "versions.json"
+    versions = json.loads(path.read_text()) if path.exists() else {}
+    gpu = gpu_architecture(device)
+    versions["engines"] = {
+        operation: str(engines.in_use(operation, gpu, config.precision).engine)
+        for operation in engines.operations(config.linear_format.in_fp8)
+    }
+    versions["variables"] = variables
+    versions["system_tuning"] = state()
+    write_whole(path, (json.dumps(versions, indent=1) + "\n").encode())
 
 
 def train(
@@ -162,6 +191,8 @@ def train(
     config = run.config
     batching = Batching(config.global_batch_size, config.gradient_accumulation_steps)
     checkpoints, step = _prepare(run, reports, assembly, rules, processes, batching, padding)
+    if processes.rank == 0:
+        record_state(run.run_dir, config, processes.device, reports.variables)
     processes.barrier()
     reports.log.init_stop()
     reports.log.run_start()

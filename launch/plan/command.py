@@ -86,12 +86,6 @@ def main(benchmark: str, arguments: list[str]) -> int:
     `benchmark`: "" for any model.
     """
     options = parser(benchmark).parse_args(arguments)
-    if options.scaling is not None and getattr(options, "write", None):
-        raise ConfigError(
-            "--scaling with --write",
-            "a table has many configs",
-            "name one by its GPUs: DGXSYSTEM=MI355X_2x8 with --write, without --scaling",
-        )
     if options.scaling is None:
         refuse_without("--scaling", {"--network": options.network, "--page": options.page})
     if not benchmark:
@@ -406,13 +400,14 @@ def _benchmark_scaling(benchmark: str, options: argparse.Namespace, network: flo
     kind = _kind(options.scaling, "--scaling", has_links=True)
     name = benchmark
     notes = []
+    given = {"--set": benchmark in closed() and options.set, "--write": options.write}
+    for option in filter(given.get, given):
+        raise ConfigError(
+            f"--scaling with {option}",
+            f"each number of GPUs gets its own config of {benchmark}",
+            f"leave out {option}, or name one number by DGXSYSTEM, without --scaling",
+        )
     if benchmark in closed():
-        if options.set:
-            raise ConfigError(
-                "--scaling with --set",
-                f"each number of GPUs gets its own config of {benchmark}",
-                "leave out --set",
-            )
         points = scaling.benchmark_points(benchmark, kind, network)
         most = scaling.gpus_per_node(kind, scaling.LARGEST)
         notes = [f"Start a row with DGXSYSTEM={kind.name}_<nodes>x{most}."]

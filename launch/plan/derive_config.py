@@ -288,7 +288,7 @@ def _start(
     }
     if nodes > 1 and kind is not None and kind.vendor == "amd":
         changes["env"] = AMD_NODES_ENV | file.env
-    return changes | {key: 0 for key in SAVING_LAYERS if file.has_key(key)}
+    return changes | {key: 0 for key in (*SAVING_LAYERS, "transposed_layers") if file.has_key(key)}
 
 
 def moved(
@@ -389,10 +389,16 @@ def _cannot_be_shared(
     if nodes == 1:
         counts = [str(count) for count in range(1, MAX_GPUS + 1) if batch % count == 0]
         do = f"set DGXNGPU to {' or '.join(counts)}, or {do}"
+    why = "all must get the same number of sequences"
+    if gpus < config.gpus_per_node:
+        why += (
+            f"; a whole node has {config.gpus_per_node}: if fewer are visible, dmesg says whether "
+            "one has fallen off the bus"
+        )
     unit = "processes" if config.gpu == "CPU" else "GPUs"
     return ConfigError(
         f"{ranks} {unit} cannot share a global batch of {batch}",
-        "all must get the same number of sequences",
+        why,
         do,
     )
 

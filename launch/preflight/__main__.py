@@ -17,7 +17,6 @@ It names the hosts that fail. The checkout and its Python must have the same pat
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -53,7 +52,7 @@ from common.machine.gpu_stats import (
     read_vboost,
     with_throttling,
 )
-from common.machine.hardware import Probe
+from common.machine.hardware import Probe, node_size
 from common.machine.host import read_host
 from common.paths import ROOT
 from common.repository import commit_of
@@ -68,8 +67,9 @@ from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_comman
 from launch.processes.supervise import supervise
 from launch.selection.check import GPUS, VERSIONS, Choice, Objection
 from launch.selection.choose import choose, name, require_gpus
-from launch.selection.machine import Machine
+from launch.selection.machine import Machine, add_gpu_kind_option
 from launch.selection.request import Request
+from launch.torch_build import broken_torch
 
 SECONDS = 3.0  # for which each speed is measured
 QUICK_SECONDS = 0.5  # the same with --quick
@@ -153,6 +153,7 @@ def parser(benchmark: str = "") -> Parser:
         choices=("cpu", "cuda"),
         help="device to check (default: the GPUs if there are any; cuda includes ROCm)",
     )
+    add_gpu_kind_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--quick",
@@ -199,7 +200,7 @@ def check(
         )
     wanted = Request.of(options.benchmark, options, environment)
     try:
-        machine = Machine.of(environment, options.device)
+        machine = Machine.of(environment, options.device, options.gpu_kind or "")
         require_gpus(wanted, machine)
         kind = machine.kind
     except PreflightError as error:
@@ -218,6 +219,8 @@ def check(
     can_measure = True
     if request.device == "cuda":
         presence = gpus.judge_presence(kind, len(found.devices), request.kind, request.count)
+        if kind and request.choice is None:
+            presence[1] = gpus.judge_node(len(found.devices), node_size(ROOT, kind))
         presence.append(host.judge_torch_build(found, installed(found.driver), environment))
         presence.append(host.judge_compiler(environment))
         rows += presence
@@ -306,7 +309,7 @@ def requested_run(request: Request, machine: Machine) -> PreflightRequest:
         row = CheckRow(
             "config",
             "warn",
-            error.what,
+            f"{error.what} ({error.why})",
             "a config for this machine",
             "only the machine itself is checked",
         )
@@ -381,19 +384,29 @@ def measure(
     seconds = QUICK_SECONDS if options.quick else SECONDS
     inform(f"measuring on {request.count} x {request.kind}, {seconds:g} s for each speed ...")
     readings: list[gpus.Stats] = []  # of the driver
+    unread: list[str] = []  # why there are no more readings
 
     def read() -> None:
         reading: gpus.Stats = []
         if kind:
-            with contextlib.suppress(DriverError):
+            try:
                 addresses = [device.address for device in found.devices]
-                reading = read_gpus(found.vendor, addresses, HEALTH)
+                if not unread:
+                    reading = read_gpus(found.vendor, addresses, HEALTH)
+            except DriverError as error:
+                unread.append(str(error))
         readings.append(reading)
 
     read()
-    ranks = run_ranks(request, seconds, environment, read, cpus_of_ranks(found, request.count))
+    try:
+        ranks = run_ranks(request, seconds, environment, read, cpus_of_ranks(found, request.count))
+    except PreflightError as error:
+        return [], [CheckRow("measuring processes", "refuse", error.what, "torch", error.do)]
     read()
     rows = [judge_ranks(ranks, request.count)]
+    if unread:
+        do = "see the kernel log for this address; reset the card or reboot"
+        rows.append(CheckRow("driver readings", "refuse", unread[0], "all cards answer", do))
     if rows[0].verdict == "refuse":
         rows.append(skipped("speeds", "not every process finished"))
     seen_by_torch = [rank for rank in ranks if rank.memory_bytes]
@@ -404,6 +417,7 @@ def measure(
         rows += health_rows(seen_by_torch, kind, readings, is_grace)
     if rows[0].verdict == "ok":
         rows.append(gpus.judge_self_test(ranks, kind, installed(found.driver)))
+        rows += gpus.judge_engines(ranks)
         rows += gpus.judge_speeds(ranks, request.device, request.kind)
     return ranks, rows
 
@@ -485,6 +499,8 @@ def run_ranks(
         )
         if ending.signal_number:
             raise Interrupted(ending.signal_number)
+        if ending.returncode == PreflightError.exit_code:
+            raise broken_torch()
         return read_ranks(folder)
 
 

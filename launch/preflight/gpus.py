@@ -52,6 +52,18 @@ def judge_presence(
     ]
 
 
+def judge_node(visible: int, usual: int) -> CheckRow:
+    """Judge the number of GPUs without a config. `usual`: number in a whole node, 0 if unknown."""
+    is_short = usual > visible and usual % visible != 0
+    return graded(
+        "GPU count",
+        f"{visible} visible",
+        str(usual if is_short else visible),
+        f"a whole node has {usual}: see the kernel log whether a GPU has fallen off the bus",
+        warn=is_short,
+    )
+
+
 def _per_gpu(
     check: str,
     expected: str,
@@ -248,6 +260,18 @@ def judge_self_test(
         f"{', '.join(sorted({rank.attention for rank in ranks}))}"
     )
     return _per_gpu(check, expected, do, ranks, findings, good)
+
+
+def judge_engines(ranks: Sequence[RankReport]) -> list[CheckRow]:
+    """Return a row for each operation: its engine, why, and its times. A problem warns."""
+    expected = "the fastest usable one, or a pinned one"
+    rows = []
+    for operation, choice in ranks[0].engines.items():
+        rows.append(CheckRow(f"engine of {operation}", "ok", choice, expected))
+    if notes := "; ".join(ranks[0].engine_notes):
+        do = "if it repeats, check the folder: without its files, each start takes seconds longer"
+        rows.append(CheckRow("kept times of engines", "warn", notes, "whole and writable", do))
+    return rows
 
 
 def judge_speeds(ranks: Sequence[RankReport], device: str, kind: str) -> list[CheckRow]:

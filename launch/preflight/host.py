@@ -20,6 +20,7 @@ from common.packages import OLDEST, is_recent, version_of
 from common.repository import refusal_reasons
 from launch import system_settings, torch_build
 from launch.preflight.check_row import CheckRow, at_least, graded, skipped
+from system_tuning import settings
 
 # Each pair holds the limits below which a row warns and refuses.
 # Available GiB per process. torch and its libraries need 2 to 4 GiB; compilation and pinned batches
@@ -135,7 +136,7 @@ def judge_system_tuning(root: Path = Path("/")) -> CheckRow:
     advice = system_settings.advice(root)
     return graded(
         "system tuning",
-        advice or f"{len(system_settings.state(root))} settings are as AMD sets them",
+        advice or f"{len(settings.state(root))} settings are as AMD sets them",
         "the values of `system-tuning apply`; effect not measured",
         system_settings.remedy(root),
         warn=bool(advice),

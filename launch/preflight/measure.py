@@ -29,9 +29,9 @@ from common import config as configs
 from common.benchmarks import config_class
 from common.estimate.workload import benchmark_workload
 from common.gpu_kinds import fp8_family
+from common.kernels.step_clock import StepClock
 from common.self_test.kernel_cases import Sizes
 from common.self_test.run import self_test
-from common.training.metrics import StepClock
 from launch.preflight.rank_report import COLLECTIVES, UNITS, RankReport, limit_s
 
 # M = N = K of a GEMM, bytes of a copy, bytes of a collective.
@@ -66,20 +66,22 @@ def measure(report: RankReport, folder: Path, device: str, seconds: float, bench
     `benchmark`: "" for no self-test. The file in `folder` names the phase at any time.
     """
     place = record_properties(report, device)
+    if int(os.environ["WORLD_SIZE"]) > 1:  # before the self-test, in which ranks compare engines
+        report.write(folder, "start of the process group")
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "nccl", device_id=place if device == "cuda" else None
+        )
     if benchmark:
         config = configs.load(folder / "config.toml", config_class(benchmark))
         fixed = benchmark_workload(benchmark, config)
         sizes = Sizes.of(config, fixed.shape, fixed.sequence_length, fixed.lora_rank)
         result = self_test(sizes, place, lambda op: report.write(folder, op))
         report.attention = result.attention
+        report.engines = {name: str(choice) for name, choice in result.engines.items()}
+        report.engine_notes = result.notes
         report.self_test_s = result.seconds
         report.self_test = [(each.op, str(each), each.good) for each in result.results]
     torch.manual_seed(report.rank)
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        report.write(folder, "start of the process group")
-        dist.init_process_group(
-            "gloo" if device == "cpu" else "nccl", device_id=place if device == "cuda" else None
-        )
     try:
         fp8 = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}[fp8_family(report.arch)]
         skipped: tuple[str, ...] = ()

@@ -48,6 +48,8 @@ class RankReport:
     used_bytes: int = 0
     speeds: dict[str, float] = field(default_factory=dict)
     attention: str = ""  # the backend of attention
+    engines: dict[str, str] = field(default_factory=dict)  # operation -> engine, why, times
+    engine_notes: list[str] = field(default_factory=list)  # problems of the kept times
     self_test_s: float = 0.0
     # Op, finding, whether it is good (common/self_test/).
     self_test: list[tuple[str, str, bool]] = field(default_factory=list)

@@ -13,18 +13,22 @@ import logging
 import sys
 from pathlib import Path
 
-from common.errors import StorageError, write_record
+from common.errors import PreflightError, StorageError, write_record
 
 
 def main(folder: Path, arguments: list[str]) -> int:
     """Run torchrun with `arguments`.
 
-    Return 0, 1 after a failure, 128 + n after signal n, or the code of StorageError if torchrun.log
-    cannot be opened. No rank is then started.
+    Return 0, 1 after a failure, 128 + n after signal n, the code of PreflightError if torch cannot
+    be imported, or that of StorageError if torchrun.log cannot be opened. No rank is then started.
     """
-    import torch.distributed.run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    try:
+        import torch.distributed.run
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    except (ImportError, OSError) as error:  # OSError: a library of CUDA or ROCm is missing
+        print(f"torch cannot be imported: {error}", file=sys.stderr, flush=True)
+        return PreflightError.exit_code
 
     try:
         _log_to(folder / "torchrun.log")

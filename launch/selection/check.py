@@ -94,11 +94,15 @@ def check(request: Request, machine: Machine, named: Named, fitted: Fitted) -> C
     versions = {}
     if kind and not machine.is_imagined:
         versions = known_issues.installed(machine.probe.driver)
-    is_forced = config.gpu != _kind_name(kind)
+    is_other_kind = config.gpu != _kind_name(kind)
+    is_forced = is_other_kind or (kind is not None and machine.is_forced)
     modification = _modification(request, named.path)
     notes = []
-    if is_forced and request.file:
+    if is_other_kind and request.file:
         notes.append(f"a config for {config.gpu} forced onto {_kind_name(kind)}: {NO_SUBMISSION}")
+    if kind and machine.is_forced:
+        name = machine.probe.devices[0].name or "no name"
+        notes.append(f"--gpu-kind {kind.name}; the driver reports {name}: {NO_SUBMISSION}")
     objections = _about_rules(request.benchmark, config)
     objections += _about_gpus(request, machine, kind, config)
     if kind:

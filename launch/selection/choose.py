@@ -71,7 +71,8 @@ def require_config(request: Request) -> None:
 
 
 def require_gpus(request: Request, machine: Machine) -> None:
-    """Raise PreflightError if no GPU is visible although --device cuda or a real run is requested.
+    """Raise PreflightError if no GPU is visible although --device cuda or a real run is requested,
+    or if a variable hides all GPUs.
 
     Without this check, a machine whose GPUs are hidden would silently train the miniature on its
     CPU. A run is real if DATADIR, MODEL, DGXSYSTEM, DGXNGPU, MLPERF_SUBMISSION_* or an NEXP above 1
@@ -81,20 +82,29 @@ def require_gpus(request: Request, machine: Machine) -> None:
     if machine.gpus:
         return
     do = "check nvidia-smi or rocminfo and *_VISIBLE_DEVICES; --miniature trains the toy model"
+    hidden = machine.probe.hidden
+    # plan has no environment: it calculates, whatever is hidden.
+    if hidden and request.environment and not _wants_no_gpu(request):
+        why = "an index counts the GPUs that are left, and the list ends at the first invalid entry"
+        raise PreflightError(hidden, why, "correct or unset it; --device cpu needs no GPU")
     if request.device == "cuda":
         raise PreflightError("--device cuda, but no GPU is visible", NO_GPU, do)
-    explicit = (
+    names = variables_of_real_run(request.environment)
+    if names and not _wants_no_gpu(request):
+        are = "is" if len(names) == 1 else "are"
+        if request.system:
+            do += "; `plan` calculates the config of DGXSYSTEM without a GPU"
+        raise PreflightError(f"no GPU is visible, but {' and '.join(names)} {are} set", NO_GPU, do)
+
+
+def _wants_no_gpu(request: Request) -> bool:
+    """Return whether the request may be for a CPU, also where there are GPUs."""
+    return (
         request.miniature
         or request.device == "cpu"
         or request.file is not None
         or request.system.startswith("CPU_")
     )
-    names = variables_of_real_run(request.environment)
-    if names and not explicit:
-        are = "is" if len(names) == 1 else "are"
-        if request.system:
-            do += "; `plan` calculates the config of DGXSYSTEM without a GPU"
-        raise PreflightError(f"no GPU is visible, but {' and '.join(names)} {are} set", NO_GPU, do)
 
 
 def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
@@ -114,8 +124,9 @@ def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
 def name(request: Request, machine: Machine) -> Named:
     """Name the config file.
 
-    In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs select
-    it. Raises ConfigError for an empty --config, and the errors of `require_gpus`.
+    In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs and the
+    nodes of a Slurm job select it. Raises ConfigError for an empty --config, and the errors of
+    `require_gpus`.
     """
     require_gpus(request, machine)
     folder = _shipped(request)
@@ -132,7 +143,9 @@ def name(request: Request, machine: Machine) -> Named:
     kind = machine.kind
     count = request.gpus or machine.gpus or 1
     reason = f"{count} x {kind.name} found" if kind else "it runs on a CPU"
-    return Named(folder / f"{config_name(kind, count)}.toml", reason)
+    if request.nodes > 1:
+        reason += f" on each of {request.nodes} nodes of the Slurm job"
+    return Named(folder / f"{config_name(kind, count, request.nodes)}.toml", reason)
 
 
 def _shipped(request: Request) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,18 +23,23 @@ class Machine:
     """The visible GPUs of this host, or of an imagined one."""
 
     probe: Probe
-    gpu_kind: str = ""  # GPU_KIND, the kind that the user says they are
+    gpu_kind: str = ""  # GPU_KIND or --gpu-kind, the kind that the user says they are
+    is_forced: bool = False  # gpu_kind is from --gpu-kind, and precedes the driver's name
     is_imagined: bool = False  # the software of an imagined machine is unknown
     network_gb_s: float = NETWORK_GB_S  # of one GPU between nodes
 
     @classmethod
-    def of(cls, environment: Mapping[str, str], device: str | None = None) -> Machine:
+    def of(
+        cls, environment: Mapping[str, str], device: str | None = None, gpu_kind: str = ""
+    ) -> Machine:
         """Ask the driver for the GPUs of this host, unless `device`, of --device, is "cpu".
+
+        `gpu_kind`: value of --gpu-kind.
 
         Raises PreflightError if a driver is installed but does not answer.
         """
         gpus = Probe("none") if device == "cpu" else probe(environment)
-        return cls(gpus, environment.get("GPU_KIND", ""))
+        return cls(gpus, gpu_kind or environment.get("GPU_KIND", ""), bool(gpu_kind))
 
     @classmethod
     def imagined(cls, kind: GpuKind, gpus: int, network_gb_s: float = NETWORK_GB_S) -> Machine:
@@ -50,7 +56,7 @@ class Machine:
     @cached_property
     def kind(self) -> GpuKind | None:
         """Kind of the GPUs, None without any. Raises the errors of `identify`."""
-        return identify(self.probe, self.gpu_kind)
+        return identify(self.probe, self.gpu_kind, self.is_forced)
 
     def describe(self, kind: GpuKind | None) -> str:
         """Return number, kind, product, memory in GiB and driver of the GPUs, for display.
@@ -78,6 +84,16 @@ class Machine:
 
 
 NO_GPUS = Machine(Probe("none"))
+
+
+def add_gpu_kind_option(parser: argparse.ArgumentParser) -> None:
+    """Add --gpu-kind, a kind that precedes the driver's name of the GPUs."""
+    parser.add_argument(
+        "--gpu-kind",
+        choices=list(KINDS),
+        metavar="KIND",
+        help="treat the GPUs as this kind, whatever the driver names them (not for submission)",
+    )
 
 
 def unknown_kind(name: str) -> ConfigError:

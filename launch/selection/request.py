@@ -18,6 +18,7 @@ class Request:
     file: str | None = None  # --config
     system: str = ""  # DGXSYSTEM
     gpus: int = 0  # DGXNGPU, 0 if it is not set
+    nodes: int = 1  # of the Slurm step that run.sub started
     miniature: bool = False
     overrides: Mapping[str, str] = field(default_factory=dict)  # key -> text of --set
     layers: int = 0  # --layers, 0 for all layers of the model
@@ -38,12 +39,22 @@ class Request:
             file=options.config,
             system=environment.get("DGXSYSTEM", "").removesuffix(".toml"),
             gpus=_requested_gpus(environment),
+            nodes=step_nodes(environment) or 1,
             miniature=getattr(options, "miniature", False),
             overrides=overrides_of(getattr(options, "set", ())),
             layers=getattr(options, "layers", None) or 0,
             device=getattr(options, "device", None) or "",
             environment=environment,
         )
+
+
+def step_nodes(environment: Mapping[str, str]) -> int:
+    """Return the number of nodes that Slurm started this command on together, 0 if unknown.
+
+    Without MASTER_ADDR, which run.sub sets, each node works for itself.
+    """
+    text = environment.get("SLURM_STEP_NUM_NODES", "")
+    return int(text) if text.isdecimal() and environment.get("MASTER_ADDR") else 0
 
 
 def _requested_gpus(environment: Mapping[str, str]) -> int:

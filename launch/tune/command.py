@@ -26,7 +26,13 @@ from common.repository import commit_of
 from common.terminal import Progress, inform, print_stderr, shown
 from launch import diagnosis, run_directory
 from launch.job import Job, job_from, torchrun_command, trainer_environment
-from launch.job_command import job_main, job_parser, print_header, require_software
+from launch.job_command import (
+    job_main,
+    job_parser,
+    note_on_software,
+    print_header,
+    require_software,
+)
 from launch.processes.supervise import kill_processes_of, supervise
 from launch.selection.check import MEASURED_ANYWAY
 from launch.tune import results
@@ -72,6 +78,7 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
             "tune a config for one node, then set nodes in its file",
         )
     if options.print:
+        note_on_software(job)
         print_candidates(job)
         return 0
     require_software(job)

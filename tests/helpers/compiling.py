@@ -32,8 +32,9 @@ from common.paths import ROOT
 
 # triton-VERSION.txt: the hashes of the wheels of each of OTHER_TRITONS.
 HASHES = ROOT / "tests/kernels"
-# Besides the Triton that torch brings: the one in ROCm's images with torch 2.10, and the newest.
-OTHER_TRITONS = ("3.6.0", "3.9.0")
+# Besides the Triton that torch brings: those in ROCm's images with torch 2.10 and of ROCm 10, and
+# the newest.
+OTHER_TRITONS = ("3.6.0", "3.8.0", "3.9.0")
 # architecture -> (backend, its name there, threads of a warp, shared memory of one block in bytes).
 # Sources: CUDA C programming guide, AMD CDNA3 and CDNA4 ISA guides.
 TARGETS: dict[str, tuple[str, str | int, int, int]] = {

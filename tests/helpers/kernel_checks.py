@@ -3,12 +3,16 @@
 They run on a GPU where there is one, and in Triton's interpreter on a CPU (tests/conftest.py).
 """
 
+import pytest
 import torch
 from signal_to_noise import sqnr_db  # noqa: F401  (for the kernel tests)
 
 from common.kernels.fp8 import Quantizer
 from common.model.linear_layers import DelayedScaling
 
+NO_AMD = pytest.mark.skipif(
+    torch.version.hip is not None, reason="formats of a CPU or of NVIDIA; an AMD GPU has others"
+)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -22,6 +26,16 @@ def normal(*shape, seed=0, dtype=torch.float32, size=1.0):
 def error(value, truth):
     """Return the L2 norm of the difference, relative to the norm of `truth`."""
     return float((value.double() - truth.double()).norm() / truth.double().norm())
+
+
+def same_up_to_rounding(value, other):
+    """Return whether two compiled forms of a kernel agree: within 4 units of the largest value.
+
+    A compiler may contract a product and a sum to one instruction in one form alone, as LLVM does
+    for AMD GPUs. The interpreter never does.
+    """
+    unit = torch.finfo(other.dtype).eps * float(other.abs().max())
+    return float((value.double() - other.double()).abs().max()) <= 4 * unit
 
 
 class UnroundedQuantizer(Quantizer):

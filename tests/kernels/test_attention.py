@@ -36,7 +36,7 @@ def test_bf16_on_a_gpu_never_uses_the_math_backend(monkeypatch, hip, first):
 def test_backend_in_use_returns_its_name_and_raises_if_none_fits():
     q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16)
     with attention_backends("cpu", torch.float32):
-        assert backend_in_use(q, k, k) == "flash"
+        assert backend_in_use(q, k, k).partition(",")[0] == "flash", "ROCm's library may follow"
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(RuntimeError):
         backend_in_use(q, k, k)
         causal_attention(q, k, k)

@@ -3,6 +3,7 @@
 tests/gpu runs FlashAttention-4. AITER has not been run.
 """
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import engines
 from common.errors import ConfigError
-from common.kernels import transformer_engine
+from common.kernels import aiter_attention, transformer_engine
 from common.kernels.attention import attention_backends, causal_attention
 from common.model.fused_block import attend
 from common.self_test.attention import attention_checks
@@ -204,6 +205,14 @@ def test_aiter_gives_sdpas_output_and_gradients_with_32_bit_atomics(aiter):
     leaves = [x.requires_grad_() for x in packed.split([4, 2, 2], 2)]
     check(leaves, causal_attention)
     assert aiter.calls == [("forward", 0), ("backward", True, False, 0)]
+
+
+def test_an_empty_directory_of_compiled_modules_is_as_if_unset(aiter, monkeypatch):
+    """The variable of an image that was built without AITER, on a base that brings it."""
+    for given in ("", "/opt/aiter"):
+        monkeypatch.setenv("AITER_JIT_DIR", given)
+        aiter_attention.require()
+        assert os.environ.get("AITER_JIT_DIR") == (given or None)
 
 
 def test_flash_attention_4_gets_the_views_of_a_block_without_a_copy(flash_attention, monkeypatch):

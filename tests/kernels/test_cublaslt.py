@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_checks import NO_AMD
 from signal_to_noise import sqnr_db
 from stand_in_engines import let_run_on_a_cpu
 
@@ -14,7 +15,7 @@ from common.kernels import cublaslt, fp8
 from common.kernels.quantize import quantize_reference
 from common.model.linear_layers import DelayedScaling
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, NO_AMD]
 
 DTYPES = {number: dtype for dtype, number in cublaslt.TYPES.items()}
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_checks import NO_AMD, sqnr_db
 from kernel_checks import normal as normal_on_device
-from kernel_checks import sqnr_db
 from stand_in_engines import let_run_on_a_cpu
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,7 +30,7 @@ from common.kernels.fp8 import (
 from common.kernels.quantize import quantize_reference
 from common.model.linear_layers import DelayedScaling
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, NO_AMD]
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICE, error, normal, unrounded
+from kernel_checks import DEVICE, error, normal, same_up_to_rounding, unrounded
 from test_rope import MEMORY_ORDERS, SHAPES, parts_of, rotated, tables
 
 from common.kernels import qk_norm, rope
@@ -57,9 +57,8 @@ def test_forward_norms_and_rotates_queries_and_keys_alone(shape, dtype):
         ), "the values stay"
         assert error(ours.view_as(unpacked)[:, :, :rotated_heads], truth) < TOLERANCE[dtype]
         again = qkv.clone()
-        assert function(
-            again, weights, EPS, cos, sin, heads, kv_heads, False
-        ) is None and torch.equal(again, ours)
+        assert function(again, weights, EPS, cos, sin, heads, kv_heads, False) is None
+        assert same_up_to_rounding(again, ours)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_backward_is_every_gradient_in_every_memory_order(shape, dtype, kind):
     frozen, nothing = qk_norm.qk_norm_rope_backward_triton(
         parts, before, weights, EPS, cos, sin, None, weight_grad=False
     )
-    assert nothing == () and torch.equal(frozen.rowwise, ours[0].rowwise)
+    assert nothing == () and same_up_to_rounding(frozen.rowwise, ours[0].rowwise)
 
 
 @pytest.mark.slow
@@ -120,8 +119,8 @@ def test_quantized_gradients_in_first_and_later_steps_and_an_evaluation():
         exact, d_weights = qk_norm.qk_norm_rope_backward_triton(*arguments, None)
         quantized, again = qk_norm.qk_norm_rope_backward_triton(*arguments, quantizer)
         scaled = exact.rowwise * quantizer.state[SCALE]
-        assert torch.equal(quantized.rowwise, scaled.clamp(-2.0, 2.0))
-        assert all(torch.equal(a, b) for a, b in zip(d_weights, again, strict=True))
+        assert same_up_to_rounding(quantized.rowwise, scaled.clamp(-2.0, 2.0))
+        assert all(same_up_to_rounding(a, b) for a, b in zip(again, d_weights, strict=True))
         assert torch.equal(quantized.columnwise, quantized.rowwise.t())
         assert quantizer.state[AMAX] == (exact.rowwise.abs().max() if step < 3 else 0.0)
         assert quantizer.state[SATURATED] == ((scaled.abs() > 2.0).sum() if step in (1, 2) else 0)

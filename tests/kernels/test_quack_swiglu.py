@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_checks import DEVICE, normal
+from kernel_checks import DEVICE, NO_AMD, normal
 from stand_in_engines import let_run_on_a_cpu
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,7 +21,7 @@ from common.kernels.swiglu import swiglu_engine
 from common.model.block_ops import KERNEL_ENGINES
 from common.model.linear_layers import DelayedScaling, LinearLayers
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, NO_AMD]
 
 COLUMNS = 48  # of a tile
 CPU = torch.device("cpu")

@@ -109,7 +109,7 @@ def test_the_self_test_runs_and_names_repeated_heads(monkeypatch):
         measure() for _, _, _, measure in attention_checks(sizes, Draw(torch.device("cpu")), result)
     ]
     assert len(decibels) == 4 and min(decibels) > 45 and called
-    assert result.attention == "repeated_heads, flash"
+    assert result.attention.startswith("repeated_heads, flash"), "ROCm's library may follow"
 
 
 def test_sdpa_can_be_pinned_on_a_cpu(monkeypatch):

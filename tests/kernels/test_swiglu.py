@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_checks import DEVICE, error, normal, unrounded
+from kernel_checks import DEVICE, error, normal, same_up_to_rounding, unrounded
 
 from common.kernels import swiglu
 from common.kernels.fp8 import AMAX, SATURATED, SCALE
@@ -34,9 +34,12 @@ def truth_of(gate_up, d_h):
 
 
 def check_stored(quantized, values, quantizer, recorded):
-    """clamp(scale * values), and its transpose; what was recorded is the largest value."""
+    """clamp(scale * values), and its transpose; what was recorded is the largest value.
+
+    `values` are from another form of the kernel, which a compiler may round otherwise.
+    """
     scaled = values * quantizer.state[SCALE]
-    assert torch.equal(quantized.rowwise, scaled.clamp(-2.0, 2.0))
+    assert same_up_to_rounding(quantized.rowwise, scaled.clamp(-2.0, 2.0))
     assert (quantized.columnwise is not None) == quantizer.transposed
     assert not quantizer.transposed or (
         torch.equal(quantized.columnwise, quantized.rowwise.t())

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from probes import make_visible
+from probes import MI300X, make_visible
 
 from common.benchmarks import rules_of
 from common.gpu_kinds import GIB
@@ -14,6 +14,7 @@ from launch import bench, console, job, profile, run_command
 from launch.selection.choose import choose
 from launch.selection.machine import NO_GPUS, Machine
 from launch.selection.request import Request
+from launch.tune import command as tune
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b.rules import CLOSED, MINIATURE
 
@@ -100,6 +101,23 @@ def test_bench_profile_and_run_derive_the_kind_of_an_unknown_gpu(monkeypatch, ca
     screen = capsys.readouterr()
     assert "--config-name NVIDIA_R100_1x2+derived.toml" in screen.out
     assert "derived GPU kind: NVIDIA_R100" in screen.err and "no MFU" in screen.err
+
+
+def test_print_says_that_torch_is_not_built_for_the_gpus(monkeypatch, capsys, tmp_path):
+    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "DATADIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    make_visible(monkeypatch, Probe("amd", MI300X.devices, "6.16.13"))
+    versions = {"torch": "2.13.0+cpu"}
+    monkeypatch.setattr("launch.job_command.installed", lambda driver: versions)
+    for command in (run_command, bench, tune):
+        print_command(command)
+        printed = capsys.readouterr().err
+        (note,) = [line for line in printed.splitlines() if "torch 2.13.0+cpu" in line]
+        assert note.startswith("NOTE") and "not built for ROCm" in note
+    versions["rocm"] = "7.2"
+    print_command(run_command)
+    assert "not built for ROCm" not in capsys.readouterr().err
 
 
 def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch, capsys, tmp_path):

@@ -30,6 +30,7 @@ SCRIPTS = [
     "run_with_docker.sh",
     "run.sub",
     "kubernetes_manifest.sh",
+    "launch/install_aiter.sh",
     ".ci/run",
     *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/**/*.sh")),
 ]
@@ -117,12 +118,12 @@ def test_the_image_is_built_by_the_steps_that_ci_runs():
     steps = install_steps("\n".join(instructions()))
     assert steps[0] == f"launch.environment {cli.ALL}" and {
         step.split()[0] for step in steps[1:]
-    } <= {"apt-get"}
+    } <= {"apt-get", "launch.environment"}
 
 
 def test_a_base_without_torch_gets_the_locked_one_only_where_it_is_asked_for():
     """Otherwise a base that lost ROCm's torch would get one for CUDA."""
-    (step,) = [line for line in instructions() if line.startswith("RUN")]
+    step, _ = [line for line in instructions() if line.startswith("RUN")]
     asked, _, otherwise = step.partition(" fi;")
     assert (
         'if [ "$TORCH" = cuda ]' in asked
@@ -136,6 +137,67 @@ def test_a_base_without_torch_gets_the_locked_one_only_where_it_is_asked_for():
         re.MULTILINE,
     )
     assert base, "a devel image: Triton needs a C compiler"
+
+
+STUB_GIT = """#!/bin/sh
+for last; do :; done
+[ "$FAIL" = fetch ] && exit 128
+printf '[build-system]\\nrequires = ["ninja"]\\n' > "$last/pyproject.toml"
+"""
+STUB_PYTHON = """#!/bin/sh
+case "$*" in
+    "-m pip"*--requirement*) [ "$FAIL" != needs ] ;;
+    "-m pip"*) [ "$FAIL" = package ] && exit 1; touch "$STATE/installed" ;;
+    "-c import numpy"*) if [ "$FAIL" = keep ] && [ -e "$STATE/installed" ]; then echo 2; fi ;;
+    "- "*module_fmha_v3_bwd) [ "$FAIL" != compile ] ;;
+    "-c import torch, module_fmha_v3_fwd") [ "$FAIL" != load ] ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        ("", ""),
+        ("fetch", "fetch the tag v9"),
+        ("needs", "what AITER's build needs"),
+        ("package", "install the package amd-aiter"),
+        ("keep", "keep the image's numpy, torch and triton"),
+        ("compile", "compile module_fmha_v3_bwd"),
+        ("load", "load the compiled module_fmha_v3_fwd"),
+    ],
+)
+def test_a_failed_step_of_aiter_ends_with_a_line_that_names_the_argument(tmp_path, fail, words):
+    for name, script in (("git", STUB_GIT), ("python", STUB_PYTHON)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    modules = tmp_path / "modules"
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/install_aiter.sh"), "v9", str(tmp_path / "python")],
+        env=environment(
+            PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            AITER_JIT_DIR=modules,
+            TMPDIR=tmp_path,
+            STATE=tmp_path,
+            FAIL=fail,
+        ),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode != 0) == bool(fail), done.stderr
+    assert not list(tmp_path.glob("tmp.*")), "the sources are removed"
+    if fail:
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("error: --build-arg AITER=v9: could not") and words in last
+    else:
+        assert [path.name for path in modules.iterdir()] == ["build"]
+
+
+def test_the_image_has_no_aiter_unless_it_is_asked_for():
+    lines = instructions()
+    assert "ARG AITER=" in lines and "ENV AITER_JIT_DIR=${AITER:+/opt/aiter}" in lines
+    (step,) = [line for line in lines if "install_aiter" in line]
+    assert step.startswith('RUN if [ -n "$AITER" ]')
 
 
 def test_the_image_has_a_pinned_base_an_ordinary_user_and_nothing_foreign():
@@ -687,7 +749,7 @@ def slurm(tmp_path, *arguments):
     """run.sub within a job of two nodes, with stand-ins for Slurm's commands."""
     for name, text in {
         "scontrol": "printf 'n07\\nn11\\n'",
-        "srun": 'echo "$MASTER_ADDR $MASTER_PORT $*"; exit 14',
+        "srun": 'echo "$MASTER_ADDR $MASTER_PORT $* NODE_RANK=$NODE_RANK"; exit 14',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -696,6 +758,7 @@ def slurm(tmp_path, *arguments):
         "SLURM_JOB_NODELIST": "n[07,11]",
         "SLURM_SUBMIT_DIR": ROOT,
         "LOGDIR": tmp_path,
+        "NODE_RANK": 0,  # left from a start by hand
     }
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -711,6 +774,7 @@ def test_the_first_host_is_node_0_and_the_exit_code_is_sruns(tmp_path):
     assert done.returncode == 14 and done.stdout.startswith("n07 30190 --ntasks-per-node=1"), (
         done.stderr
     )
+    assert done.stdout.endswith("NODE_RANK=\n"), "else all nodes would be node 0"
 
 
 def test_slurm_needs_a_job(tmp_path):

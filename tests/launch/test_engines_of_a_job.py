@@ -1,17 +1,22 @@
 """What the launcher says, records and pins about engines, before any rank starts."""
 
-import functools
+import argparse
+import json
 from dataclasses import replace
 
 import pytest
+from probes import make_visible
 
 from common import config as configs
 from common import engines
-from common.errors import ConfigError
+from common.errors import ConfigError, RunError
 from common.machine.hardware import Device, Probe
 from common.paths import ROOT
+from common.records.run_record import RunRecord
+from common.training.continuation import SavedCheckpoint
 from launch import job_command, run, series
-from launch.job import Job, Node
+from launch.job import Job, Node, job_from
+from launch.multi_node import Nodes
 from launch.selection.check import Choice
 from launch.selection.machine import NO_GPUS, Machine
 from llama2_70b_lora.rules import Config as LoraConfig
@@ -90,25 +95,124 @@ def test_a_config_pins_an_engine_and_its_absence_is_an_error(job):
         _ = pinning("transformer_engine").engines
 
 
-@pytest.mark.parametrize(("goal", "resume"), [(1, False), (10, False), (0, True)])
-def test_the_runs_of_a_series_use_the_engines_of_its_first(job, monkeypatch, goal, resume):
-    captured = {}
+def test_the_first_screen_says_that_the_order_answers_and_what_is_timed(job, monkeypatch):
+    [line] = job.engines.lines()
+    assert "by the order" in line and "time attention, products, swiglu" in line
+    pins = {"ATTENTION_ENGINE": "sdpa", "MATMUL_ENGINE": "torch"}
+    [line] = job.pinning(pins).engines.lines()
+    assert "attention sdpa" in line and "time swiglu" in line
+    [line] = job.pinning(pins | {"SWIGLU_ENGINE": "kernel"}).engines.lines()
+    assert "by the order" not in line
 
-    def attempts(folder, selection, identity, request, execute, report):
-        captured.update(identity=identity, execute=execute)
-        return 0
 
-    monkeypatch.setattr(run.series, "run", attempts)
+def test_pins_do_not_replace_the_users_own_or_the_configs(job):
+    theirs = replace(job, environment={"ATTENTION_ENGINE": "sdpa"})
+    names = theirs.pinning(engines.pins({"attention": "repeated_heads"})).engines.names
+    assert names["attention"] == "sdpa"
+
+
+# Ranks whose attention takes nearly the same time by two engines: each run would choose another.
+NEARLY_EQUAL = ("sdpa", "flash_attention_4")
+
+
+class Ranks:
+    """Stand-in for the ranks of a run. Writes the self-test's event, as rank 0 does."""
+
+    def __init__(self, silent=()):
+        self.silent = silent  # attempts that fail before the self-test
+        self.environments = []
+        self.announced = []
+
+    def train(self, job, nodes, run_dir, seed, cleared, received):
+        attempt = len(self.environments)
+        self.environments.append(dict(job.environment))
+        error = RunError("failed") if attempt in self.silent else None
+        names = {
+            "attention": job.environment.get("ATTENTION_ENGINE") or NEARLY_EQUAL[attempt % 2],
+            "products": "cublaslt",
+            "swiglu": "quack",
+        }
+        choices = {name: {"engine": engine, "why": "", "ms": {}} for name, engine in names.items()}
+        if error is None:
+            event = {"event": "self_test", "engines": choices}
+            (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+        return series.RunOutcome(error, RunRecord.read(run_dir / "result.txt"))
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    made = Ranks()
     monkeypatch.setattr(run, "ensure_data", lambda job: None)
     monkeypatch.setattr(run, "write_report", lambda folder: None)
-    assert run.run_all(job, series.SeriesRequest(goal, 0, None, resume)) == 0
-    assert captured["identity"]["engines"]["attention"] == "flash_attention_4 4.0.0b36"
-    assert isinstance(captured["execute"], functools.partial)
-    environment = captured["execute"].args[0].environment
-    pins = {
-        "ATTENTION_ENGINE": "flash_attention_4",
-        "MATMUL_ENGINE": "cublaslt",
-        "SWIGLU_ENGINE": "quack",
-    }
-    assert environment == ({} if goal == 1 else pins)
-    assert captured["execute"].args[1]["engines"] == captured["identity"]["engines"]
+    monkeypatch.setattr(run, "_prepare", lambda *_: "fadvise")
+    monkeypatch.setattr(run, "_train_and_judge", made.train)
+    announce = Nodes.announce
+
+    def announced(nodes, name, seed, pins):
+        made.announced.append(pins)
+        announce(nodes, name, seed, pins)
+
+    monkeypatch.setattr(Nodes, "announce", announced)
+    return made
+
+
+def attention_of_runs(job):
+    runs = RunRecord.in_folder(job.log_dir / job.benchmark)
+    return [each.engine_choices.get("attention", {}).get("engine") for each in runs]
+
+
+@pytest.mark.parametrize("silent", [(), (0, 1)])
+def test_ten_runs_of_a_series_use_the_engines_of_its_first(job, ranks, silent, capsys):
+    """Runs that ended before their self-test chose nothing."""
+    ranks.silent = silent
+    assert run.run_all(job, series.SeriesRequest(10, len(silent))) == 0
+    used = attention_of_runs(job)
+    assert used == [None] * len(silent) + ["sdpa"] * 10
+    pins = {"ATTENTION_ENGINE": "sdpa", "MATMUL_ENGINE": "cublaslt", "SWIGLU_ENGINE": "quack"}
+    first = len(silent) + 1
+    assert ranks.environments == [{}] * first + [pins] * 9
+    assert ranks.announced == ranks.environments, "other nodes get node 0's engines"
+    assert capsys.readouterr().err.count("attention sdpa") == 9
+
+
+def test_a_resumed_series_keeps_the_engines_and_another_one_chooses(job, ranks):
+    assert run.run_all(job, series.SeriesRequest(3, 0)) == 0
+    assert run.run_all(job, series.SeriesRequest(5, 0, resume=True)) == 0
+    assert attention_of_runs(job) == ["sdpa"] * 5
+    assert run.run_all(job, series.SeriesRequest(1, 0)) == 0
+    assert attention_of_runs(job)[5:] == ["flash_attention_4"]
+
+
+def test_a_series_does_not_override_a_pin(job, ranks):
+    pinned = replace(job, environment={"ATTENTION_ENGINE": "flash_attention_4"})
+    assert run.run_all(pinned, series.SeriesRequest(2, 0)) == 0
+    assert attention_of_runs(job) == ["flash_attention_4"] * 2
+
+
+def test_a_continued_run_keeps_the_engines_of_its_checkpoint(monkeypatch, tmp_path):
+    names = {"attention": "sdpa", "products": "torch", "swiglu": "kernel"}
+    facts = {"engines": names}
+    monkeypatch.setattr("launch.job.newest", lambda run: SavedCheckpoint(tmp_path, facts))
+    monkeypatch.setattr(engines, "version_of", GOOD.get)
+    make_visible(monkeypatch, H200)
+    options = {"device": None, "config": str(PATH), "set": [], "checkpoint": None}
+    given = argparse.Namespace(**options, continues=tmp_path)
+    assert job_from("llama31_8b", given).engines.names == names
+    monkeypatch.setenv("ATTENTION_ENGINE", "repeated_heads")
+    assert job_from("llama31_8b", given).engines.names["attention"] == "repeated_heads"
+    facts.clear()  # as an earlier version wrote them
+    assert job_from("llama31_8b", given).engines.names["products"] == "cublaslt"
+
+
+def test_the_runs_of_a_series_have_equal_variables(job, monkeypatch):
+    """Those of the user and of the config, without paths, so that --resume refuses others."""
+    identities = []
+    monkeypatch.setattr(run.series, "run", lambda *arguments: identities.append(arguments[2]))
+    monkeypatch.setattr(run, "ensure_data", lambda job: None)
+    own = {"NCCL_ALGO": "Ring", "TRITON_CACHE_DIR": "/x", "ATTENTION_ENGINE": "sdpa"}
+    config = replace(job.config, env={"NCCL_NVLS_ENABLE": "0"})
+    selection = replace(job.selection, config=config)
+    job = replace(job, environment=own, selection=selection)
+    run.run_all(job, series.SeriesRequest(1, 0, None, False))
+    (identity,) = identities
+    assert identity["variables"] == {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}

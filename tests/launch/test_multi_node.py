@@ -54,7 +54,7 @@ def free_ports() -> int:
 
 def launch(project, cwd, node, port, *arguments, benchmark="toy", **variables):
     """run_and_time.sh of one node, with its own LOGDIR."""
-    names = ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXNGPU", "SLURM_NODEID")
+    names = ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXNGPU", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
     keep = {key: value for key, value in os.environ.items() if key not in names}
     ours = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -226,6 +226,23 @@ def test_node_0_decides_and_has_the_results(project, tmp_path):
     }
 
 
+@pytest.mark.slow
+def test_the_nodes_of_a_slurm_step_get_a_derived_config(project, tmp_path):
+    """Four nodes, as run.sub starts them, for which configs/ has no file."""
+    port = free_ports()
+    step = {"DGXSYSTEM": "", "NODE_RANK": "", "SLURM_STEP_NUM_NODES": "4"}
+    launched = []
+    for node in range(4):
+        launched.append(launch(project, tmp_path, 0, port, SLURM_NODEID=str(node), **step))
+    ends = [finish(process) for process in launched]
+    assert [code for code, _, _ in ends] == [0, 0, 0, 0], ends
+    assert "derived for 4 nodes" in ends[0][2]
+    (run_dir,) = runs(tmp_path, 0)
+    assert "CPU_4x1" in run_dir.name
+    for rank in range(4):
+        assert (run_dir / f"ranks/rank_{rank}.json").is_file()
+
+
 def test_other_code_or_variables_on_a_node_are_refused(project, tmp_path):
     other = shutil.copytree(project, tmp_path / "other")
     with (other / "common/training/loop.py").open("a") as file:
@@ -276,6 +293,9 @@ def test_other_data_or_weights_on_a_node_end_all_launchers(project, tmp_path):
     assert not list(tmp_path.glob("out*/toy/2*")), "no run was begun"
 
 
+STEP = {"MASTER_ADDR": "a", "SLURM_STEP_NUM_NODES": "2"}  # as run.sub starts two nodes
+
+
 @pytest.mark.parametrize(
     ("environment", "count", "words"),
     [
@@ -286,6 +306,8 @@ def test_other_data_or_weights_on_a_node_end_all_launchers(project, tmp_path):
         ({"NODE_RANK": "1"}, 1, "NODE_RANK=1.* 1 node"),
         ({"SLURM_NODEID": "1"}, 1, "SLURM_NODEID=1.* 1 node"),
         ({"SLURM_NODEID": "1", "NODE_RANK": "2"}, 1, "NODE_RANK=2.* 1 node"),
+        (STEP | {"SLURM_NODEID": "0"}, 4, "2 nodes.* 4"),  # else it would wait for nodes 2 and 3
+        (STEP | {"SLURM_NODEID": "0"}, 1, "2 nodes.* 1"),
         ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "65535"}, 2, "MASTER_PORT=65535"),
         ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "http"}, 2, "MASTER_PORT=http"),
     ],
@@ -300,6 +322,9 @@ def test_nodes():
         "a batch system may set what one node ignores"
     )
     assert node_from({"NODE_RANK": "1", "MASTER_ADDR": "a"}, 2) == Node(1, 2, "a", 29500)
+    assert node_from(STEP | {"SLURM_NODEID": "1"}, 2) == Node(1, 2, "a", 29500)
+    alone = {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    assert node_from(alone, 1) == Node(), "a measurement on each node for itself"
     assert node_from({"SLURM_NODEID": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7000"}, 4) == Node(
         3, 4, "a", 7000
     )
@@ -403,7 +428,7 @@ def leader():
 
 def test_another_node_writes_the_files_of_its_own_ranks_only(tmp_path, leader):
     (tmp_path / "ranks").mkdir()
-    leader.announce("run", 1)
+    leader.announce("run", 1, {})
     leader.put("ready/1/1", "no")
     assert leader.ready("fadvise") == "no", (
         "the log must say so if the data stayed in the page cache of any node"
@@ -520,6 +545,12 @@ def test_a_node_that_is_not_started_is_named(leader, monkeypatch, capsys):
         assert "until node 1" in line and "data" in line
     finally:
         leader.put("left/1", "")
+
+
+def test_the_others_use_the_engines_of_node_0(leader):
+    with Nodes(Node(1, 2, "127.0.0.1", leader.node.port), 1) as other:
+        leader.announce("a run", 77, {"ATTENTION_ENGINE": "sdpa"})
+        assert other.next_run() == ("a run", 77, {"ATTENTION_ENGINE": "sdpa"})
 
 
 def test_the_others_end_with_the_exit_code_of_node_0(leader):

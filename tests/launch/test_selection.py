@@ -352,11 +352,36 @@ REFUSED = [
 ]
 
 
+def test_a_forced_kind_is_named_in_the_log_and_on_the_first_screen(monkeypatch):
+    make_visible(monkeypatch, MI300X)
+    choices = {}
+    for forced in ("MI325X", ""):
+        request = Request(PRETRAINING)
+        choices[forced] = choose(request, Machine.of({}, gpu_kind=forced))
+    choice = choices["MI325X"]
+    assert choice.log_name == "MI325X_1x8+forced.toml" and choice.config.gpu == "MI325X"
+    (note,) = [note for note in choice.notes if "--gpu-kind MI325X" in note]
+    assert "AMD Instinct MI300X" in note and "not for submission" in note
+    assert choices[""].log_name == "MI300X_1x8.toml"
+
+
 @pytest.mark.parametrize(("gpus", "environment", "options", "error", "what", "do"), REFUSED)
 def test_what_is_refused(gpus, environment, options, error, what, do):
     with pytest.raises(error, match=what) as caught:
         chosen(gpus, environment, **options)
     assert do in caught.value.do
+
+
+def test_a_variable_that_hides_all_gpus_is_no_request_for_the_miniature():
+    hidden = Probe("none", hidden="HIP_VISIBLE_DEVICES= hides all 8 GPUs")
+    variables = {"HIP_VISIBLE_DEVICES": ""}
+    for options in ({}, {"device": "cuda"}):
+        with pytest.raises(PreflightError, match="HIP_VISIBLE_DEVICES= hides all 8") as refused:
+            chosen(hidden, variables, **options)
+        assert "--device cpu" in refused.value.do
+    for options in ({"device": "cpu"}, {"miniature": True}, {"config": MINIATURE_FILE}):
+        assert chosen(hidden, variables, **options).device == "cpu"
+    assert chosen(hidden).device == "cpu", "plan has no environment"
 
 
 def test_only_a_miniature_for_gpus_is_advised_to_run_on_a_cpu():
@@ -420,6 +445,8 @@ def test_hidden_gpus_make_a_real_run_a_miniature_on_request_only(environment):
 
 # --- what is chosen, and what its log and the first screen say ------------------------------------
 
+STEP = {"MASTER_ADDR": "a", "SLURM_STEP_NUM_NODES": "2"}  # as run.sub starts two nodes
+
 
 @pytest.mark.parametrize(
     ("gpus", "environment", "options", "log_name", "device"),
@@ -437,6 +464,10 @@ def test_hidden_gpus_make_a_real_run_a_miniature_on_request_only(environment):
         (MI300X, {"DGXNGPU": "2"}, {}, "MI300X_1x2+derived.toml", "cuda"),
         (MI300X, {"DGXSYSTEM": "MI300X_4x8"}, {}, "MI300X_4x8+derived.toml", "cuda"),
         (MI300X, {"DGXSYSTEM": "CPU_2x1"}, {}, "CPU_2x1+derived.toml", "cpu"),
+        (MI300X, STEP, {}, "MI300X_2x8+derived.toml", "cuda"),
+        (MI300X, STEP | {"DGXSYSTEM": "MI300X_1x8"}, {}, "MI300X_1x8.toml", "cuda"),
+        (MI300X, STEP | {"MASTER_ADDR": ""}, {}, "MI300X_1x8.toml", "cuda"),
+        (NOTHING, STEP, {}, "CPU_2x1+derived.toml", "cpu"),
         # The RCP checker would take the words of a key in config_filename for events.
         (H200X4, {}, {"set": ["global_batch_size=32"]}, "H200_1x4+modified.toml", "cuda"),
         (
@@ -484,6 +515,7 @@ def test_what_cannot_share_the_batch_is_told_what_can(count):
     batch = -(-16 // count) * count
     assert f"opt_base_learning_rate={4e-4 + (batch - 16) / 16 * 4e-4:.3g}" in caught.value.do
     assert "interpolated" in caught.value.do
+    assert "whole node has 8" in caught.value.why and "bus" in caught.value.why
 
 
 def test_a_config_that_only_bears_our_name_is_modified(tmp_path):

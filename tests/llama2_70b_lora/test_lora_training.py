@@ -29,6 +29,7 @@ RUNS = {
     "sharded": FP8,
     "replicated": FP8 | {"frozen_base": "replicated"},
     "replicated_both": FP8 | {"frozen_base": "replicated_both"},
+    "replicated, one transpose": FP8 | {"frozen_base": "replicated", "transposed_layers": 1},
     "bf16": {"precision": "bf16"},
     "bf16, replicated": {"precision": "bf16", "frozen_base": "replicated"},
     "fp32": {},
@@ -170,6 +171,7 @@ def test_storage_changes_no_bit(pair):
     for name, same in (
         ("replicated", "sharded"),
         ("replicated_both", "sharded"),
+        ("replicated, one transpose", "sharded"),
         ("bf16, replicated", "bf16"),
     ):
         assert (

@@ -505,8 +505,9 @@ def storage(monkeypatch):
     ],
 )
 def test_fetch_asks_the_storage_once_whether_it_needs_a_login(
-    tmp_path, capsys, storage, path, words, other
+    tmp_path, monkeypatch, capsys, storage, path, words, other
 ):
+    monkeypatch.setattr(prepare, "DATA", replace(prepare.DATA, size_bytes=1))
     server = storage(path)
     assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == 0
     assert server.asked == [("HEAD", f"/{path}")], "one request, and no redirect is followed"
@@ -515,14 +516,16 @@ def test_fetch_asks_the_storage_once_whether_it_needs_a_login(
 
 
 def test_fetch_without_a_network_prints_the_steps(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "DATA", replace(prepare.DATA, size_bytes=1))
     monkeypatch.setattr(prepare, "DATA_URI", "http://127.0.0.1:9/x")
     assert prepare.main(["fetch", "--data-dir", str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert "did not answer" in said and "mlc-r2-downloader.sh -d" in said
 
 
-def test_fetch_downloads_nothing_and_says_so(tmp_path, capsys, storage):
+def test_fetch_downloads_nothing_and_says_so(tmp_path, monkeypatch, capsys, storage):
     storage("200")
+    monkeypatch.setattr(prepare, "DATA", replace(prepare.DATA, size_bytes=1))
     assert prepare.main(["fetch", "--data-dir", str(tmp_path / "new")]) == 0
     err = capsys.readouterr().err
     assert (

@@ -105,6 +105,14 @@ def test_a_gh200_is_known_by_name_with_the_speed_of_its_chip():
     assert kind.memory_bytes == 97871 * 2**20
 
 
+def test_another_card_beside_eight_is_no_partition():
+    card = amd(1, "AMD Radeon PRO W7900", "gfx1100", 48, 96).devices
+    found = Probe("amd", card + amd(8, "AMD Instinct MI355X", "gfx950", 288, 256).devices)
+    with pytest.raises(PreflightError, match=r"different kinds.*W7900") as caught:
+        identify(found)
+    assert "ROCR_VISIBLE_DEVICES=1,2,3,4,5,6,7,8 " in caught.value.do
+
+
 @pytest.mark.parametrize("found", CUT)
 def test_partitions_are_refused(found):
     with pytest.raises(PreflightError, match="partitioned"):
@@ -134,7 +142,23 @@ def test_gpu_kind_overrides_the_name():
             PreflightError,
             match=f"GPU_KIND={wrong} .*8 x .AMD Instinct MI300X",
         ):
-            identify(amd(8, "AMD Instinct MI300X"), wrong)
+            identify(amd(8, "AMD Instinct MI300X"), wrong, forced=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (amd(8, "AMD Instinct MI300X OAM"), "MI325X"),  # 192 GiB pass for a whole card of 256
+        (amd(8, "AMD Instinct MI350X", "gfx950", 288, 256), "MI355X"),
+        (nvidia(1, "NVIDIA GH200 480GB", 97871), "H100"),
+        (nvidia(2, "NVIDIA H100 PCIe", 81559), "H100"),
+    ],
+)
+def test_gpu_kind_does_not_contradict_the_driver_unless_it_is_forced(found, kind):
+    with pytest.raises(PreflightError, match=f"GPU_KIND={kind}.*{found.devices[0].name}") as caught:
+        identify(found, kind)
+    assert f"--gpu-kind {kind}" in caught.value.do
+    assert identify(found, kind, forced=True).name == kind
 
 
 def test_no_gpu_is_the_miniature():
@@ -280,12 +304,41 @@ def test_amd_topology(tmp_path, kind, arguments):
         ({"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "0,1,4"}, 2),
         ({"CUDA_VISIBLE_DEVICES": "3"}, 1),
         ({"HIP_VISIBLE_DEVICES": ""}, 0),
+        ({"ROCR_VISIBLE_DEVICES": "4-7", "HIP_VISIBLE_DEVICES": "4,5"}, 0),
     ],
 )
 def test_amd_visible_devices(tmp_path, env, count):
     kfd_tree(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402)
     (tmp_path / "kfd").write_text("")
     assert len(hardware.probe_amd(env, tmp_path, tmp_path).devices) == count
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (
+            {"ROCR_VISIBLE_DEVICES": "4-7", "HIP_VISIBLE_DEVICES": "4,5"},
+            "ROCR_VISIBLE_DEVICES=4-7 hides all 8 GPUs",
+        ),
+        (
+            {"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "4,5"},
+            "HIP_VISIBLE_DEVICES=4,5 hides all 4 GPUs",
+        ),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, "HIP_VISIBLE_DEVICES=-1 hides all 8"),
+    ],
+)
+def test_the_variable_that_hides_all_gpus_is_named(tmp_path, env, words):
+    kfd_tree(tmp_path, 8, "AMD Instinct MI300X", 0x74A1, 192, 1216, 90402)
+    (tmp_path / "kfd").write_text("")
+    found = hardware.probe(env | {"PATH": str(tmp_path)}, tmp_path, tmp_path)
+    assert found.vendor == "none" and words in found.hidden
+
+
+def test_a_gpu_that_is_named_twice_is_refused(tmp_path):
+    with pytest.raises(PreflightError, match="0,0,1"):
+        hardware.visible_indices(8, "0,0,1")
+    with pytest.raises(PreflightError, match="twice"):
+        smi_says(tmp_path, SMI, CUDA_VISIBLE_DEVICES="GPU-25d,GPU-25")
 
 
 def test_amd_gpus_that_are_selected_by_uuid_are_not_taken_for_none(tmp_path):

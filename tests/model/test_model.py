@@ -304,7 +304,7 @@ def test_no_weight_is_minus_zero_even_where_the_generator_draws_it(monkeypatch):
 def test_weights_do_not_depend_on_the_number_of_threads(monkeypatch):
     threads, weights = torch.get_num_threads(), []
     for cpus in (1, 8):
-        monkeypatch.setattr(os, "cpu_count", lambda cpus=cpus: cpus)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cpus=cpus: range(cpus))
         torch.set_num_threads(min(cpus, 2))
         weights.append(whole(initialized()))
     torch.set_num_threads(threads)

@@ -14,7 +14,7 @@ import pytest
 from in_this_process import InThisProcess
 from pyarrow import parquet
 
-from common.data import corpus, text_inputs, text_parts
+from common.data import corpus, text_documents, text_inputs, text_parts
 from common.data.indexed_dataset import Index
 from common.data.indexed_dataset_header import whole_sequences
 from common.data.text_parts import SPLITS
@@ -218,9 +218,9 @@ def test_a_tokenizer_json_needs_its_end_of_text(tmp_path):
 
 
 def test_a_long_plain_text_becomes_several_documents(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_inputs, "LONGEST_TEXT", 100)
+    monkeypatch.setattr(text_documents, "LONGEST_TEXT", 100)
     content = "".join(f"line {number}\n" for number in range(50))
-    parts = list(text_inputs._text_documents(content.encode(), tmp_path))
+    parts = list(text_documents.plain_documents([content.encode()], tmp_path, True))
     assert "".join(parts) == content
     assert len(parts) > 3 and all(part.endswith("\n") and len(part) <= 100 for part in parts)
 
@@ -510,13 +510,17 @@ def test_a_folder_that_has_only_json_files_asks_for_their_names(tmp_path):
 
 def test_the_metadata_of_a_parquet_file_are_read_once(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"text": TEXTS}), path, row_group_size=10)
-    reads = []
-    read = parquet.read_metadata
-    monkeypatch.setattr(parquet, "read_metadata", lambda path: reads.append(path) or read(path))
-    (part,) = text_inputs.divide([path])
-    assert len(part) == 20 and sum(map(text_inputs.bytes_of, part)) <= path.stat().st_size
-    assert len(reads) == 1
+    parquet.write_table(pyarrow.table({"text": TEXTS}), path, row_group_size=1)
+    opened = []
+    read = parquet.ParquetFile
+    monkeypatch.setattr(parquet, "ParquetFile", lambda path: opened.append(path) or read(path))
+    monkeypatch.setattr(text_inputs, "PART_BYTES", path.stat().st_size // 20)
+    parts = text_inputs.divide([path])
+    sources = [source for part in parts for source in part]
+    assert 20 <= len(sources) < len(TEXTS)
+    assert sum(map(text_inputs.bytes_of, sources)) <= path.stat().st_size
+    texts = [text for source in sources for text in text_inputs.documents(source, "text")]
+    assert texts == TEXTS and len(opened) == 1
 
 
 def test_the_byte_order_mark_of_a_plain_text_is_not_text(tmp_path):

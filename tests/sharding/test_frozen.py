@@ -119,6 +119,19 @@ def test_operands_equal_the_whole_matrices_quantized(processes, storage, shape):
     assert base.stored.nbytes == orientations * shape.num_layers * base.layer_bytes
 
 
+@pytest.mark.parametrize("kept", [1, 4, 99])
+def test_the_transposes_of_some_layers_are_stored_and_the_others_made(processes, kept):
+    storage = "replicated"
+    base = fill(FrozenBase(SHAPE, processes, storage=storage, transposed_layers=kept), SHAPE)
+    assert ask_all(base, SHAPE) == []
+    stored = min(kept, SHAPE.num_layers)
+    assert base.stored.nbytes == (SHAPE.num_layers + stored) * base.layer_bytes
+    assert (base.buffers is None) == (stored == SHAPE.num_layers)
+    if base.buffers is not None:
+        made = count_fetches(base, SHAPE.num_layers)["count"]
+        assert all(made[step] <= SHAPE.num_layers - stored for step in (0, 1, 3)), made
+
+
 def test_a_base_in_fnuz_fp8_is_scaled_to_the_largest_fnuz_number(processes):
     with mock.patch.object(
         fp8, "fp8_dtypes", lambda device: (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

@@ -5,8 +5,9 @@ import torch
 
 from common.benchmarks import load_all, rules_of
 from common.errors import ConfigError
+from common.kernels import architecture as kernel_settings
 from common.paths import ROOT
-from common.sharding import processes, zero
+from common.sharding import processes, side_stream, zero
 
 
 def test_compute_has_a_high_priority_only_where_no_nccl_kernel_runs_beside_it():
@@ -26,11 +27,12 @@ def test_compute_has_a_high_priority_only_where_no_nccl_kernel_runs_beside_it():
 
 
 @pytest.mark.parametrize(
-    ("hip", "asked", "made"), [(None, True, [-1]), (None, False, []), ("7.2", True, [])]
+    ("arch", "asked", "made"),
+    [("sm_90", True, [-1]), ("sm_90", False, []), ("gfx942", True, []), ("gfx1250", True, [])],
 )
-def test_hip_gets_no_stream_of_high_priority(monkeypatch, hip, asked, made):
+def test_hip_gets_no_stream_of_high_priority(monkeypatch, arch, asked, made):
     priorities = []
-    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(kernel_settings, "architecture", lambda device: arch)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(
@@ -40,6 +42,8 @@ def test_hip_gets_no_stream_of_high_priority(monkeypatch, hip, asked, made):
     monkeypatch.setattr(processes, "mesh_of", lambda *_: None)
     processes.start_processes("cuda", 60.0, asked)
     assert priorities == made
+    side_stream.make_side_stream(torch.device("cuda"))
+    assert priorities[len(made) :] == [-1 if arch == "sm_90" else 0], "LoRA's base and offloading"
 
 
 def test_the_priority_of_the_reduction_is_normal_unless_asked_for(monkeypatch):

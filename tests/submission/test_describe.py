@@ -118,6 +118,10 @@ def test_a_server_is_described_as_it_is(server, monkeypatch):
     assert told["other_software_stack"].startswith(
         "amdgpu driver 6.14.14, ROCm 7.0.2, FlashAttention-4 4.0.0b36, Python"
     )
+    libraries = {"rocm": "10.0.0", "aotriton": "0.13.0"}
+    monkeypatch.setattr(inventory, "installed", lambda: libraries)
+    stack = inventory.facts(server, AMD_8)["other_software_stack"]
+    assert "ROCm 10.0.0, AOTriton 0.13.0," in stack
     assert all(isinstance(text, str) for text in told.values()) and set(told) <= set(describe.KEYS)
 
 

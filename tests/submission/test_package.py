@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import synthetic_run
@@ -16,7 +17,8 @@ from log_dialects import dated
 from made_once import made_once
 from synthetic_run import LORA, PRETRAINING
 
-from common.errors import CheckFailed, ConfigError
+from common import engines
+from common.errors import CheckFailed, ConfigError, StorageError
 from common.records.ledger import SeriesRecord
 from common.records.mlperf_log import TOKEN
 from common.training.mllog import EMULATED_KEY, RunLog
@@ -85,11 +87,27 @@ def make_project(folder):
     (folder / "common" / "notes.txt").write_text("not in the commit")
 
 
+# In versions.json when the clock starts. The paths, the address and the token must stay private.
+RAN = {
+    "engines": {"attention": "transformer_engine 2.17.0", "products": "torch", "swiglu": "kernel"},
+    "variables": {
+        "HSA_NO_SCRATCH_RECLAIM": "1",
+        "NCCL_ALGO": "Ring;allreduce:tree 'x' $HOME",
+        "MATMUL_ENGINE": "torch",
+        "NCCL_TUNER_PLUGIN": "/home/jane/private.so",
+        "NCCL_COMM_ID": "10.77.0.1:29500",
+        "TRITON_CACHE_DIR": "/home/jane/private",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "NVTE_TOKEN": "private",
+    },
+    "system_tuning": {"governor": "good", "swappiness": "could be better"},
+}
+
+
 def plans(benchmark, project, **changes):
     evaluations = synthetic.evaluations_near_reference(benchmark)
-    return synthetic.plans(
-        evaluations, changes={"commit": git(project, "rev-parse", "HEAD")}, **changes
-    )
+    commit = git(project, "rev-parse", "HEAD")
+    return synthetic.plans(evaluations, changes={"commit": commit, **RAN}, **changes)
 
 
 def described(folder, **changes) -> Path:
@@ -193,6 +211,50 @@ def test_logs_are_copied_in_the_order_of_the_attempts(submission, org_dir):
     for index, run in enumerate(read_series([submission[0].sources[NAMES[0]]]).runs):
         copy = org_dir / "results" / synthetic.SYSTEM / NAMES[0] / f"result_{index}.txt"
         assert copy.read_bytes() == run.path.read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tree_names_engines_variables_and_host_settings_and_nothing_private(org_dir, name):
+    documents = org_dir / "benchmarks" / name / "implementations" / synthetic.SYSTEM
+    written = json.loads((documents / f"{synthetic.SYSTEM}_torch_native.json").read_text())
+    assert written["engines"] == RAN["engines"]
+    assert written["environment_variables"] == {
+        name: RAN["variables"][name] for name in ("HSA_NO_SCRATCH_RECLAIM", "NCCL_ALGO")
+    }
+    assert written["system_tuning"] == RAN["system_tuning"]
+    text = (documents / "README.md").read_text()
+    for row in (
+        "| `attention` | `transformer_engine 2.17.0` |",
+        "| `HSA_NO_SCRATCH_RECLAIM` | `1` |",
+        "| `swappiness` | `could be better` |",
+    ):
+        assert row in text
+    assert "NCCL_TUNER_PLUGIN" in text, "that it was set is known, its path is not"
+    for path in documents.iterdir():
+        text = path.read_text()
+        assert not re.search("jane|private|10.77|CACHE_DIR|VISIBLE_DEVICES|NVTE_TOKEN", text)
+
+
+def test_the_packaged_script_exports_the_variables_and_pins_the_engines(org_dir, tmp_path):
+    implementations = org_dir / "benchmarks" / NAMES[0] / "implementations"
+    for name in ("system", "torch_native"):
+        (tmp_path / name).mkdir()
+    script = shutil.copy(
+        implementations / synthetic.SYSTEM / "run_and_time.sh", tmp_path / "system"
+    )
+    (tmp_path / "torch_native/run_and_time.sh").write_text("#!/bin/sh\nexec env -0\n")
+    (tmp_path / "torch_native/run_and_time.sh").chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "MATMUL_ENGINE": "cublaslt"}
+    done = subprocess.run([script], env=environment, capture_output=True, text=True, check=True)
+    exported = dict(each.split("=", 1) for each in done.stdout.split("\0") if each)
+    expected = {
+        "ATTENTION_ENGINE": "transformer_engine",
+        "MATMUL_ENGINE": "torch",
+        "SWIGLU_ENGINE": "kernel",
+        "HSA_NO_SCRATCH_RECLAIM": "1",
+        "NCCL_ALGO": RAN["variables"]["NCCL_ALGO"],
+    }
+    assert expected.items() <= exported.items() and "NCCL_TUNER_PLUGIN" not in exported
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -471,12 +533,45 @@ def test_a_log_of_another_run_is_refused(case):
         ({"packages": {"torch": "2.12.0"}}, "different packages"),
         ({"driver": "6.15"}, "different driver"),
         ({"engines": {"attention": "flash_attention_4 4.0.0"}}, "different engines"),
+        ({"variables": {"NCCL_ALGO": "Tree"}}, "different variables"),
+        ({"system_tuning": {"governor": "could be better"}}, "different system_tuning"),
     ],
 )
 def test_runs_of_different_code_or_systems_are_refused(case, changes, said):
     case.plans[3].changes = case.plans[3].changes | changes
     case.write()
     case.refused(said)
+
+
+def test_a_run_whose_self_test_chose_another_engine_is_refused_and_named(case):
+    """versions.json may be of before the self-test, in runs of earlier versions."""
+    case.write()
+    events = case.runs()[4] / "events.jsonl"
+    event = {"event": "self_test", "attention": "flash", "products": "torch", "swiglu": "kernel"}
+    events.write_text(f"{json.dumps(event)}\n{events.read_text()}")
+    case.refused("attempts 1 and 5", "different engines", "transformer_engine", case.runs()[4].name)
+
+
+def test_variables_of_one_host_may_differ_among_the_runs(case):
+    other = {"TRITON_CACHE_DIR": "/other", "CUDA_VISIBLE_DEVICES": "2,3"}
+    case.plans[1].changes = case.plans[1].changes | {"variables": RAN["variables"] | other}
+    case.write()
+    first, second = read_series([case.folder / "logs" / NAMES[1]]).runs[:2]
+    assert first.variables != second.variables
+    package_checks._check_same(first, second)
+
+
+@pytest.mark.parametrize(
+    ("events", "pin"),
+    [([], "aiter"), ([{"attention": "cudnn"}], "sdpa"), ([{"attention": "sdpa"}], "sdpa")],
+)
+def test_the_backend_of_torch_s_attention_is_pinned_as_its_engine(events, pin, tmp_path):
+    synthetic_run.write_run(tmp_path)
+    (tmp_path / "versions.json").write_text('{"engines": {"attention": "aiter 0.1.14"}}')
+    lines = [json.dumps({"event": "self_test", **event}) for event in events]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines))
+    run = Run.read(tmp_path / "result.txt")
+    assert engines.pins(implementation.engine_names(run)) == {"ATTENTION_ENGINE": pin}
 
 
 def test_runs_of_different_configs_are_refused(case):
@@ -581,6 +676,14 @@ def test_a_description_that_does_not_fit_is_refused(case, changes, said):
 def test_names_that_cannot_be_are_refused(case, changes):
     case.write()
     case.refused("--", error=ConfigError, **changes)
+
+
+def test_a_repository_without_a_remote_is_named(case, capsys, monkeypatch):
+    case.write()
+    monkeypatch.setattr(package, "remote_name", lambda root: None)
+    monkeypatch.setattr(package, "_build", mock.Mock(side_effect=OSError("stopped here")))
+    case.refused("stopped here", error=StorageError)
+    assert "no remote `origin`" in capsys.readouterr().out
 
 
 def test_what_exists_is_not_overwritten(case):
@@ -953,5 +1056,5 @@ def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):
 
 def test_descriptions_of_the_tests_are_complete():
     assert describe.problems(synthetic.DESCRIPTION) == [] and re.fullmatch(
-        package_checks.NAME, synthetic.SYSTEM
+        describe.NAME, synthetic.SYSTEM
     )

@@ -69,6 +69,17 @@ def test_every_part_of_the_tree_is_marked(invented):
         assert records(path)[find(records(path), REHEARSAL_KEY)]["value"] is True
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tree_names_engines_variables_and_host_settings(invented, name):
+    (readme,) = invented[0].glob(f"*/benchmarks/{name}/implementations/REHEARSAL-*/README.md")
+    script = readme.with_name("run_and_time.sh")
+    assert "| `attention` | `sdpa` |" in readme.read_text()
+    assert "| `NCCL_NVLS_ENABLE` | `0` |" in readme.read_text()
+    assert "| `rehearsal` | `good` |" in readme.read_text()
+    assert "export NCCL_NVLS_ENABLE=0\n" in script.read_text()
+    assert "export ATTENTION_ENGINE=sdpa\n" in script.read_text()
+
+
 def test_check_refuses_a_log_of_a_rehearsal(invented, capsys):
     (log,) = invented[0].glob(f"*/results/*/{NAMES[0]}/result_0.txt")
     assert check.main([str(log)]) == 20

@@ -57,6 +57,15 @@ def test_the_page_names_the_engines_after_the_self_test(run_dir):
     assert "attention cudnn-of-the-test" in text and "an engine rejected later" not in text
 
 
+def test_the_page_shows_variables_and_host_settings(run_dir):
+    path = run_dir / "versions.json"
+    ran = {"variables": {"NCCL_ALGO": "Ring"}, "system_tuning": {"governor": "good"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | ran))
+    text = page(run_dir)
+    shown = text.partition("Provenance")[2].partition("<details")[0]
+    assert "NCCL_ALGO Ring" in shown and "governor good" in shown
+
+
 def test_the_report_of_a_good_run_is_complete(run_dir):
     log = run_dir / "result.txt"
     # A config that the repository has.
@@ -126,7 +135,8 @@ def test_the_heading_names_benchmark_machine_and_time(run_dir):
 def test_important_facts_stand_first_and_the_others_are_folded(run_dir):
     shown, _, folded = page(run_dir).partition("<h2>Provenance</h2>")[2].partition("<details>")
     names = re.findall('<td class="">([a-z_]+)</td><td', shown)
-    assert names == ["submission_platform", "config_filename", "commit", "seed", "torch"]
+    first = ["submission_platform", "config_filename", "commit", "seed", "torch", "engines"]
+    assert names == first
     assert "global_batch_size" in folded.partition("</details>")[0]
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -51,6 +52,17 @@ def test_bad_input_is_one_error_in_three_lines(capsys, tmp_path, arguments, said
         == 2
     )
     assert said in three_lines(capsys)[0]
+
+
+def test_without_torch_a_measurement_ends_with_what_to_do(tmp_path):
+    """A package torch that holds nothing, as beside a driver without a fitting wheel."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "throughput", "scaling", "--help"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 18 and "Traceback" not in done.stderr
+    assert "throughput scaling" in done.stderr and "torch" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -93,14 +93,14 @@ def test_versions_name_the_commit_and_torch(monkeypatch):
         "versions",
         lambda root, found: known | {"commit": "0123456789abcdef", "dirty": True},
     )
-    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(machine, "installed", lambda: {"rocm": "10.0.0"})
     named = machine.versions(Probe("none"))
     assert named == {
         "commit": "0123456789ab, modified",
         "driver": "580",
         "python": "3.12",
         "torch": "2.9",
-        "rocm": "7.0",
+        "rocm": "10.0.0",
     }
     monkeypatch.setattr(
         machine.run_directory,

@@ -73,9 +73,12 @@ def storage(benchmark: str, config: RunConfig) -> str:
         base = f"{'FP8' if config.linear_format.in_fp8 else config.precision} base"
         if config.frozen_base == "sharded" and config.gpus_per_node == 1:
             return f"{base} on one process"
+        transposed = "transposed layer by layer"
+        if config.transposed_layers:
+            transposed = f"and the transposes of {config.transposed_layers} layers"
         return {
             "sharded": f"{base} sharded, layers gathered ahead",
-            "replicated": f"{base} on each GPU, transposed layer by layer",
+            "replicated": f"{base} on each GPU, {transposed}",
             "replicated_both": f"{base} and its transpose on each GPU",
         }[config.frozen_base]
     moments = ""

@@ -36,6 +36,7 @@ from common.training import loop, pretraining, timed_run
 from common.training.assembly import Assembly
 from common.training.loop import next_token_pairs, rank_micro_batches
 from common.training.metrics import Meter
+from common.training.mllog import RunLog
 from llama31_8b.rules import CLOSED
 from submission import check, compliance_checker, official_tools
 from submission.examined_log import examine
@@ -347,6 +348,38 @@ def trained(tiny_data, tmp_path_factory):
         folder / "run",
         [json.loads(line) for line in (folder / "opens").read_text().splitlines()],
     )
+
+
+def test_versions_json_has_what_ran_when_the_clock_started(
+    processes, tiny_data, tmp_path, monkeypatch
+):
+    """The defaults of engines' modules are not in it: a later run may not import the module."""
+    planned = {"commit": "c", "engines": {"attention": "planned"}, "variables": {"NCCL_ALGO": "x"}}
+    (tmp_path / "versions.json").write_text(json.dumps(planned))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    before = []
+    run_start = RunLog.run_start
+
+    def start(log):
+        before.append((tmp_path / "versions.json").read_text())
+        run_start(log)
+
+    def self_test(*_):
+        monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # as an engine's module does
+
+    monkeypatch.setattr(RunLog, "run_start", start)
+    monkeypatch.setattr(timed_run, "run_self_test", self_test)
+    monkeypatch.setattr(timed_run, "state", lambda: {"governor": "good"})
+    run(tmp_path, tiny_data, max_samples=8)
+    (text,) = before
+    versions = json.loads(text)
+    assert versions["engines"] == {"attention": "sdpa", "products": "torch"}
+    expected = {"NCCL_ALGO": "Ring"}
+    assert expected.items() <= versions["variables"].items()
+    assert "NVTE_FUSED_ATTN" not in versions["variables"]
+    assert versions["system_tuning"] == {"governor": "good"} and versions["commit"] == "c"
+    assert "hf_secret" not in text and text == (tmp_path / "versions.json").read_text()
 
 
 def test_no_token_file_is_opened_before_the_clock_runs(trained):

@@ -79,6 +79,8 @@ class NodesCheck:
             arguments += ["--config", str(Path(options.config).absolute())]
         if options.device:
             arguments += ["--device", options.device]
+        if options.gpu_kind:
+            arguments += ["--gpu-kind", options.gpu_kind]
         flags = {"--quick": options.quick, "--miniature": options.miniature}
         arguments += [flag for flag, is_set in flags.items() if is_set]
         sent = {name: text for name, text in self.environment.items() if name in SENT_VARIABLES}

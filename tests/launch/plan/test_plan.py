@@ -307,6 +307,16 @@ def test_a_frozen_base_by_hand(storage, layouts, buffers):
     assert FROZEN_BUFFERS == NUM_BUFFERS
 
 
+def test_transposes_of_some_layers_by_hand():
+    layer = 855_638_016
+    weights = []
+    for layers in (0, 32, 80):
+        changes = {"frozen_base": "replicated", "transposed_layers": layers}
+        config, work = shipped(LORA, "MI300X_1x8", **changes)
+        weights.append(memory_peak(config, work).parts["weights"])
+    assert [size - weights[0] for size in weights] == [0, 32 * layer, 80 * layer]
+
+
 def test_a_frozen_base_in_bf16_by_hand():
     """W serves both passes: nothing is transposed, and only a sharded base is gathered."""
     for storage, gpus, buffers in (("sharded", 4, 3), ("replicated", 1, 0)):

@@ -18,6 +18,7 @@ from child_path import python_path
 from probes import make_visible
 
 from common.gpu_kinds import GIB, KINDS
+from common.machine import gpu_stats
 from common.machine import host as machine_host
 from common.machine.gpu_stats import (
     HEALTH,
@@ -137,6 +138,13 @@ def test_presence(found, visible, kind, count, refused):
     rows = gpus.judge_presence(KINDS.get(found), visible, kind, count)
     assert {row.check for row in rows if row.verdict == "refuse"} == refused
     assert all(row.do for row in rows if row.verdict == "refuse")
+
+
+@pytest.mark.parametrize(("count", "verdict"), [(8, "ok"), (7, "warn"), (5, "warn"), (4, "ok")])
+def test_a_node_of_which_a_gpu_is_missing(monkeypatch, count, verdict):
+    rows = on_gpus(monkeypatch, (H200,) * count, ranks(count), benchmark="")
+    assert rows["GPU count"].verdict == verdict
+    assert ("a whole node has 8" in rows["GPU count"].do) == (verdict == "warn")
 
 
 def test_what_torch_sees_is_compared_as_well():
@@ -317,6 +325,33 @@ def test_the_files_of_amdgpu(tmp_path):
     ) == (7, 1, 23)
 
 
+def test_a_card_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    """A FIFO without a writer stands for a driver that never answers."""
+    monkeypatch.setattr(gpu_stats, "ANSWER_S", 0.2)
+    cards = [tmp_path / f"0000:{number:02x}:00.0" for number in (0x10, 0x18)]
+    for card in cards:
+        card.mkdir()
+    (cards[0] / "gpu_busy_percent").write_text("3\n")
+    os.mkfifo(cards[1] / "gpu_busy_percent")
+    with pytest.raises(DriverError, match=r"0000:18:00\.0 does not answer"):
+        read_gpus("amd", [str(card) for card in cards], HEALTH)
+    with (cards[1] / "gpu_busy_percent").open("w"):  # end the thread
+        pass
+
+
+def test_cards_that_do_not_answer_refuse_the_machine(monkeypatch):
+    def fail(*_):
+        raise DriverError("card 0000:18:00.0 does not answer within 5 s")
+
+    monkeypatch.setattr(preflight_command, "read_gpus", fail)
+    monkeypatch.setattr(preflight_command, "run_ranks", lambda *_: [])
+    request = preflight_command.PreflightRequest("H200", 1, skipped("config", ""))
+    found = Probe("nvidia", (H200,))
+    rows = preflight_command.measure(request, found, KINDS["H200"], options(), {})[1]
+    row = by_check(rows)["driver readings"]
+    assert row.verdict == "refuse" and "0000:18:00.0" in row.value
+
+
 def gpu_metrics(
     folder: Path, revision: tuple[int, int], size: int, counters: tuple[int, ...]
 ) -> None:
@@ -396,6 +431,15 @@ def test_triton_is_found_under_each_of_its_names(monkeypatch, name):
 
 
 # --- GPUs: right and fast -------------------------------------------------------------------------
+
+
+def test_the_engine_of_each_operation_is_a_row_and_a_damaged_file_warns():
+    choices = {"attention": "aiter: 67% faster than sdpa (ms per layer: sdpa 12, aiter 4)"}
+    first = rank(engines=choices, engine_notes=["x.json cannot be used: timed again"])
+    row, note = gpus.judge_engines([first, rank(1)])
+    assert (row.check, row.verdict) == ("engine of attention", "ok") and "67%" in row.value
+    assert note.verdict == "warn" and "x.json" in note.value and note.do
+    assert gpus.judge_engines([rank()]) == []
 
 
 def test_self_test_verdict():
@@ -857,7 +901,7 @@ def test_without_a_benchmark_the_machine_alone_is_checked(monkeypatch, capsys):
     rows = on_gpus(monkeypatch, (H200,) * 3, ranks(3), benchmark="")
     assert (
         rows["config"].verdict == "skipped"
-        and rows["GPU count"].expected == "3"
+        and rows["GPU count"].expected == "8"
         and "DATADIR" not in rows
     )
     assert rows["measuring processes"].verdict == "ok" and "LOGDIR" in " ".join(rows)
@@ -874,7 +918,7 @@ def test_a_derived_config_is_named(monkeypatch):
 
 def test_a_machine_without_a_config_is_checked_by_itself(monkeypatch):
     rows = on_gpus(monkeypatch, (H200,) * 3, ranks(3))
-    assert rows["config"].verdict == "warn" and rows["GPU count"].expected == "3"
+    assert rows["config"].verdict == "warn" and rows["GPU count"].expected == "8"
     rows = on_gpus(monkeypatch, (H200,) * 4, ranks(2), {"DGXNGPU": "2"})
     assert (
         rows["config"].value.startswith("H200_1x2")
@@ -1024,6 +1068,18 @@ def test_preflight_on_this_cpu_with_two_gloo_ranks(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["two.toml"], (
         "nothing is left behind, and no results folder made"
     )
+
+
+def test_a_torch_that_cannot_be_imported_is_one_row(tmp_path, capfd):
+    """A real torchrun with a package torch that holds nothing."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    request = preflight_command.PreflightRequest("CPU", 1, skipped("config", ""))
+    rows = preflight_command.measure(request, Probe("none"), None, options(), environment)[1]
+    assert [(row.verdict, row.value) for row in rows] == [("refuse", "torch cannot be imported")]
+    printed = capfd.readouterr().err
+    assert "torch.distributed" in printed and "Traceback" not in printed
 
 
 def test_a_broken_rank_is_a_refusal(tmp_path):
