@@ -25,12 +25,6 @@ def version_of(name: str) -> str:
     return ""
 
 
-def in_container() -> bool:
-    """Return whether this is a container of Docker, Podman or Apptainer."""
-    signs = ("/.dockerenv", "/run/.containerenv", "/.singularity.d")
-    return any(Path(sign).exists() for sign in signs)
-
-
 def release(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version without trailing zeros.
 
@@ -46,6 +40,12 @@ def release(version: str) -> tuple[int, ...]:
 def is_recent(name: str, version: str) -> bool:
     """Return whether `version` of a package is at least the one in OLDEST."""
     return name not in OLDEST or release(version) >= release(OLDEST[name])
+
+
+def in_container() -> bool:
+    """Return whether this is a container of Docker, Podman or Apptainer."""
+    signs = ("/.dockerenv", "/run/.containerenv", "/.singularity.d")
+    return any(Path(sign).exists() for sign in signs)
 
 
 def pip_install(*packages: str) -> str:

@@ -30,16 +30,23 @@ GOOD = {
     },
     "H200": {"torch": "2.13.0+cu130", "triton": "3.7.1", "cuda": "13.0", "driver": "580.95.05"},
 }
+# from a public report (gfx950, rocm-7.12-bf16-nan); before torch-2.10-rocm-backward
+OLD_TORCH = {"torch": "2.9.1+gitff65f5b"}
 # (kind, what differs from GOOD, the issues that are shown, whether one refuses)
 MET = [
     ("MI355X", {"rocm": "10.0.0"}, ["rocm-10.0-attention-backward"], False),
     ("MI355X", {"rocm": "10.0.1"}, ["rocm-10.0-attention-backward"], False),
     ("MI355X", {"rocm": "10.0.0", "aiter": "0.1.20.post1"}, [], False),
     ("MI300X", {}, ["torch-2.10-rocm-backward", "aotriton-0.11-gfx942-backward"], False),
-    ("MI325X", {}, ["torch-2.10-rocm-backward", "aotriton-0.11-gfx942-backward"], False),
-    ("MI300X", {"aotriton": "0.12.0"}, ["torch-2.10-rocm-backward"], False),
-    ("MI300X", {"aotriton": ""}, ["torch-2.10-rocm-backward"], False),
-    ("MI300X", {"aiter": "0.1.14.post1"}, ["torch-2.10-rocm-backward"], False),
+    (
+        "MI325X",
+        OLD_TORCH,
+        ["aotriton-0.11-gfx942-backward", "rocm-7.1-mi325x-fp8"],
+        False,
+    ),
+    ("MI300X", {"aotriton": "0.12.0"} | OLD_TORCH, [], False),
+    ("MI300X", {"aotriton": ""} | OLD_TORCH, [], False),
+    ("MI300X", {"aiter": "0.1.14.post1"} | OLD_TORCH, [], False),
     ("MI355X", {"torch": "2.10.0+git0e0ddc8", "rocm": "7.12.60610"}, ["rocm-7.12-bf16-nan"], True),
     (
         "MI350X",
@@ -48,12 +55,7 @@ MET = [
         True,
     ),
     # seen on gfx950 only
-    (
-        "MI300X",
-        {"rocm": "7.13.26183-444cadec35", "torch": "2.9.1+gitff65f5b", "aotriton": ""},
-        [],
-        False,
-    ),
+    ("MI300X", {"rocm": "7.13.26183-444cadec35", "aotriton": ""} | OLD_TORCH, [], False),
     (
         "MI355X",
         {"torch": "2.14.0.dev20260805+rocm7.14", "rocm": "7.14.60850"},
@@ -70,18 +72,11 @@ MET = [
     ),
     (
         "MI325X",
-        {"rocm": "7.1.25424", "torch": "2.9.1+gitff65f5b", "aotriton": ""},
+        {"rocm": "7.1.25424", "aotriton": ""} | OLD_TORCH,
         ["rocm-7.1-mi325x-fp8"],
         False,
     ),
     ("H200", {"triton": "3.8.0"}, ["triton-3.8.0-hopper-fp8"], False),
-    ("MI300X", {"torch": "2.9.1+gitff65f5b", "aotriton": ""}, [], False),
-    (
-        "MI325X",
-        {"rocm": "7.2.53211", "torch": "2.10.0+rocm7.2.4.lw.git3d3aa833", "aotriton": ""},
-        ["torch-2.10-rocm-backward", "rocm-7.1-mi325x-fp8"],
-        False,
-    ),
 ]
 
 
@@ -111,11 +106,13 @@ def test_every_entry_is_well_formed():
             known_issues.within("1.0", text)
 
 
-@pytest.mark.parametrize("kind", ["MI355X", "H200"])
-def test_what_is_said_to_work_meets_nothing(kind):
-    assert known_issues.notes(KINDS[kind], GOOD[kind], {}) == []
+@pytest.mark.parametrize("kind", GOOD)
+def test_what_is_said_to_work_meets_nothing_but_the_slow_backward(kind):
+    names = ["torch-2.10-rocm-backward"] if kind == "MI300X" else []
+    assert [issue.name for issue in known_issues.shown(KINDS[kind], GOOD[kind], {})] == names
+    assert len(known_issues.notes(KINDS[kind], GOOD[kind], {})) == len(names)
     assert known_issues.refusals(KINDS[kind], GOOD[kind], {}) == []
-    assert judge_known_issues(KINDS[kind], GOOD[kind], {}).verdict == "ok"
+    assert judge_known_issues(KINDS[kind], GOOD[kind], {}).verdict == ("warn" if names else "ok")
 
 
 @pytest.mark.parametrize(
