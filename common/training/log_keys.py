@@ -26,18 +26,19 @@ def submission_texts(environment: Mapping[str, str], platform: str = "unnamed") 
     `platform`: its default. Raises ConfigError for an empty text, for one with a word that the
     official tools would misread, and for a status that is not in STATUS_WORDS.
     """
-    texts = {}
-    for key, default in (("org", "unnamed"), ("platform", platform)):
-        name = f"MLPERF_SUBMISSION_{key.upper()}"
-        text = environment.get(name, default)
+    texts = {
+        "org": environment.get("MLPERF_SUBMISSION_ORG", "unnamed"),
+        "platform": environment.get("MLPERF_SUBMISSION_PLATFORM", platform),
+    }
+    for key, text in texts.items():
         if not text.strip() or any(word in text for word in RESERVED_SUBSTRINGS):
+            name = f"MLPERF_SUBMISSION_{key.upper()}"
             raise ConfigError(
                 f"{name}={text}",
                 "it must not be empty, and the official tools search a log's lines for "
                 f"{', '.join(RESERVED_SUBSTRINGS)}",
                 f"name the {key} otherwise, or unset {name}",
             )
-        texts[key] = text
     return texts | {"status": _submission_status(environment)}
 
 
