@@ -300,8 +300,8 @@ def launch(project, cwd, *arguments, benchmark="toy", shell="", **variables):
 
 
 def finish(process):
-    """Wait for `process`, 60 s at most. Return its exit code, stdout and stderr."""
-    out, err = process.communicate(timeout=60)
+    """Wait for `process`, 300 s at most. Return its exit code, stdout and stderr."""
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
