@@ -53,7 +53,7 @@ VICTIMS_S = 5.0  # for node 0's ranks to end by themselves after ranks of anothe
 WAITING_S = 30.0  # until node 0 says which nodes it waits for
 STILL_WAITING_S = 60.0  # until it says so again
 ANSWER_S = 20.0  # for a name server, or for the store, to respond
-# Beginning of a key -> the condition that node 0 waits for.
+# Beginning of a key -> what a node reports by it.
 WAITS = {"data": "has its data", "facts": "has read its files", "ready": "has cleared its cache"}
 POLL_S = 0.1  # between two queries of the store
 RANK_FILE = re.compile(r"rank_(\d+)\.(heartbeat|(collectives\.)?json|stack|traceback)")
@@ -204,7 +204,9 @@ class Nodes:
                 self._say_who_is_awaited(key, node)
             if time.monotonic() > deadline:
                 why = "it was not started, cannot reach node 0, or hangs"
-                raise NodeLost(f"node {node} did not write {key} within {limit_s:.0f} s", why)
+                state = WAITS[key.partition("/")[0]]
+                what = f"node {node} did not report within {limit_s:.0f} s that it {state}"
+                raise NodeLost(what, why)
             time.sleep(POLL_S)
         return value
 

@@ -134,10 +134,13 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Why the command failed, by its last error message, or else its last line."""
+        """Why the command failed, by its last error message, or else its last line.
+
+        torch's C++ warnings, which begin with [W, are no reason.
+        """
         if self.exit_code in (None, TIMED_OUT):
             return "no answer in time"
-        lines = [line for line in self.errors.splitlines() if re.search(r"\w", line)]
+        lines = [line for line in self.errors.splitlines() if re.match(r"(?!\[W).*\w", line)]
         reasons = [match[1] or match[2] for line in lines if (match := REASON.search(line))]
         return [f"exit code {self.exit_code}", *lines[-1:], *reasons[-1:]][-1].strip()
 

@@ -161,6 +161,7 @@ def test_a_node_that_hangs_or_ends_delays_nobody(monkeypatch):
         "hangs": ["sleep", "60"],
         "ends": ["sh", "-c", "echo no route >&2; exit 255"],
         "raises": ["sh", "-c", "echo 'ValueError: wrong\n=====' >&2; exit 1"],
+        "is killed": ["sh", "-c", "echo '[W1129 socket.cpp:207] a warning' >&2; exit 137"],
         "is good": ["echo", "good"],
     }
     began = time.monotonic()
@@ -168,6 +169,7 @@ def test_a_node_that_hangs_or_ends_delays_nobody(monkeypatch):
     assert time.monotonic() - began < 10
     assert "no answer" in ended["hangs"].reason
     assert ended["ends"].reason == "no route" and ended["raises"].reason == "ValueError: wrong"
+    assert ended["is killed"].reason == "exit code 137"
     assert (ended["is good"].exit_code, ended["is good"].output) == (0, "good\n")
 
 
