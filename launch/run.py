@@ -28,7 +28,7 @@ from common.estimate.verdict import expected_memory
 from common.paths import ROOT
 from common.records.run_record import RunRecord
 from common.terminal import inform, print_stderr, shown
-from common.training.continuation import newest
+from common.training.continuation import STOP_REQUEST, newest
 from common.variables import Use, select
 from launch import diagnosis, page_cache, run_directory, series
 from launch.console import closing, mlperf_line
@@ -42,6 +42,7 @@ from launch.node_facts import node_facts
 from launch.processes.supervise import (
     BEFORE_COLLECTIVES,
     Ending,
+    Grace,
     HangWatch,
     signals_noted,
     supervise,
@@ -229,9 +230,28 @@ def _train(
             return failed is not None or nodes.poll(run_dir)
 
         ending = supervise(
-            command, environment, run_dir, watch, stop, stdout=screen.stdout, stderr=screen.stderr
+            command,
+            environment,
+            run_dir,
+            watch,
+            stop,
+            Grace(job.grace_s, lambda: job.checkpoint != "" and _request_save(run_dir, watch)),
+            stdout=screen.stdout,
+            stderr=screen.stderr,
         )
     return ending, directory.missing() or (clock.late() if ending.stopped else None)
+
+
+def _request_save(run_dir: Path, watch: HangWatch) -> bool:
+    """Ask the ranks to save a checkpoint and end. Return False if there is nothing to save yet."""
+    if not watch.started:
+        return False
+    try:
+        (run_dir / STOP_REQUEST).touch()
+    except OSError:  # such a disk holds no checkpoint either
+        return False
+    print_stderr("NOTE       saves a checkpoint, then ends; a second signal ends at once")
+    return True
 
 
 def judge(
