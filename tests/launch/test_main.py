@@ -324,6 +324,24 @@ def test_killing_the_launcher_leaves_nothing_behind(project_with_torchrun, tmp_p
     assert diagnosis.read_result(run_dir / "result.txt").status == "aborted"
 
 
+MLFLOW = """
+import os
+from unittest import mock
+entities = mock.Mock()
+
+class MlflowClient(mock.MagicMock):
+    def set_terminated(self, run, status="FINISHED"):
+        open(os.environ["STATUS"], "w").write(status)
+"""
+
+
+def test_a_tracker_gets_the_outcome(project, tmp_path):
+    (tmp_path / "mlflow.py").write_text(MLFLOW)
+    variables = {"PYTHONPATH": str(tmp_path), "STATUS": str(tmp_path / "status")}
+    code, _, err = finish(launch(project, tmp_path, "--track", "mlflow", TOY="fail", **variables))
+    assert code == 1 and (tmp_path / "status").read_text() == "FAILED", err
+
+
 def test_sigterm_to_the_launcher(project_with_torchrun, tmp_path):
     process = launch(project_with_torchrun, tmp_path, TOY="wait")
     wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting_0")))
