@@ -67,24 +67,25 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of a rank.
 
-    It has the user's variables, the config's, which take precedence, and the search path of the
-    project's modules. `threads`: OMP_NUM_THREADS, unless the user or the config sets it.
+    It has the user's variables, the config's, which take precedence, and those of
+    `python_variables`. `threads`: OMP_NUM_THREADS, unless the user or the config sets it.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
         **environment,
         **config_env,
-        **module_search_path(environment),
+        **python_variables(environment),
     }
 
 
-def module_search_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make Python find the project's modules from any directory.
+def python_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that make Python find the project's modules, and read files as UTF-8.
 
-    PYTHONSAFEPATH keeps Python from importing modules in the current directory.
+    Neither depends on the current directory, whose modules PYTHONSAFEPATH and an empty path in
+    PYTHONPATH concern, nor on the locale.
     """
-    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    paths = [str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}
 
 
 def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple[str, ...]:

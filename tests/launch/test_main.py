@@ -335,6 +335,23 @@ class MlflowClient(mock.MagicMock):
 """
 
 
+def test_the_locale_does_not_matter(project, tmp_path):
+    text = (project / "configs/toy/CPU_1x1.toml").read_text()
+    (tmp_path / "own.toml").write_text("# größer\n" + text, encoding="utf-8")
+    arguments = ("--config", str(tmp_path / "own.toml"), "--print")
+    code, out, err = finish(launch(project, tmp_path, *arguments, LC_ALL="C", PYTHONUTF8="0"))
+    assert code == 0 and out, err
+
+
+@pytest.mark.parametrize("path", [":", "{}:", ":{}", "{}::{}"])
+def test_an_empty_path_in_pythonpath_is_not_the_current_directory(project, tmp_path, path):
+    (tmp_path / "random.py").write_text("raise SystemExit('of the current directory')")
+    (tmp_path / "empty").mkdir()
+    variables = {"PYTHONPATH": path.format(tmp_path / "empty", tmp_path / "empty")}
+    code, _, err = finish(launch(project, tmp_path, "--print", **variables))
+    assert code == 0, err
+
+
 def test_a_tracker_gets_the_outcome(project, tmp_path):
     (tmp_path / "mlflow.py").write_text(MLFLOW)
     variables = {"PYTHONPATH": str(tmp_path), "STATUS": str(tmp_path / "status")}
