@@ -352,6 +352,17 @@ def test_an_empty_path_in_pythonpath_is_not_the_current_directory(project, tmp_p
     assert code == 0, err
 
 
+def test_packages_of_pythonpath_are_named(project_with_torchrun, tmp_path):
+    others = tmp_path / "others"
+    for name in ("torch", "pytest"):  # pytest is all that the toy's requirements.txt names
+        (others / name).mkdir(parents=True)
+        (others / name / "__init__.py").write_text("raise ImportError('libcudart.so.11.0')")
+    process = launch(project_with_torchrun, tmp_path, TOY="good", PYTHONPATH=str(others))
+    code, _, err = finish(process)
+    assert code == 18 and f"({others})" in err, err
+    assert "PYTHONPATH replaces installed packages: pytest" in err
+
+
 def test_a_tracker_gets_the_outcome(project, tmp_path):
     (tmp_path / "mlflow.py").write_text(MLFLOW)
     variables = {"PYTHONPATH": str(tmp_path), "STATUS": str(tmp_path / "status")}
