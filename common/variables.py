@@ -113,6 +113,8 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
         "user",
         Use.CONTAINER | Use.RECORDED,
         {
+            "CUDA_DEVICE_ORDER": "order of NVIDIA GPUs: `PCI_BUS_ID` (default), as in nvidia-smi;"
+            " any other is refused",
             "CUDA_VISIBLE_DEVICES": "NVIDIA GPUs that this process may use",
             "HIP_VISIBLE_DEVICES": "AMD GPUs that this process may use",
             "ROCR_VISIBLE_DEVICES": "AMD GPUs that this process may use",
