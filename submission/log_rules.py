@@ -178,16 +178,14 @@ def implausible_count(log: Log, rules: Rules) -> Violations:
     interval = rules.eval_interval(batch)
     low, high = PLAUSIBLE_INTERVALS
     last = resumed_at(log)
-    most = high * rules.first_evaluation(batch)
-    counts = _without_early_evaluation(_evaluations(log), batch, rules)
-    for index, (line, samples) in enumerate(counts):
+    for index, (line, samples) in enumerate(_evaluations(log)):
         distance = samples - last
+        most = high * max(interval, rules.first_evaluation(batch) - last)
         if distance > most or (index and distance < low * interval):
             message = f"evaluation at {samples}, {distance} after {last}: not a count of sequences"
             yield line, f"{message} at an interval of {interval}"
             return
         last = samples
-        most = high * interval
 
 
 def stop_before_evaluation(log: Log, rules: Rules) -> Violations:

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="measure fewer models and batches (ten minutes on one H200, two on a CPU)",
+        help="measure fewer models and batches (three minutes on one H200, two on a CPU)",
     )
     shared_options.add(
         parser,

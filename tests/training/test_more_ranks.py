@@ -58,7 +58,9 @@ def test_each_rank_of_the_8b_rounds_with_numbers_of_its_own(monkeypatch, tmp_pat
         monkeypatch.setattr(timed_run, "start", lambda *arguments, found=processes: found)
         monkeypatch.setattr(timed_run, "log_submission", lambda *arguments: None)
         monkeypatch.setattr(pretraining, "sequences_in", lambda *arguments: 1)
-        monkeypatch.setattr(timed_run, "attention_backends", stop)
+        # The self-test draws numbers of its own.
+        monkeypatch.setattr(timed_run, "run_self_test", lambda *arguments: torch.manual_seed(1))
+        monkeypatch.setattr(pretraining, "assemble_full", stop)
         from synthetic_run import PRETRAINING
 
         run = SimpleNamespace(
