@@ -33,7 +33,7 @@ from common.variables import Use, select
 from launch import diagnosis, page_cache, run_directory, series
 from launch.console import closing, mlperf_line
 from launch.job import Job, ensure_data, trainer_command, trainer_environment
-from launch.limits import require_limits, require_loopback
+from launch.limits import require_interfaces, require_limits, require_loopback
 from launch.monitor import gpu_sampler as sampler
 from launch.monitor.screen import Screen
 from launch.monitor.tracking import tracked
@@ -61,6 +61,7 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
     """
     require_limits(job.config.gpus_per_node)
     require_loopback()
+    require_interfaces({**job.environment, **job.config.env})
     by_order = job.engines
     versions = run_directory.versions(ROOT, job.gpus) | {
         "rank_cpus": job.cpus,
@@ -325,9 +326,9 @@ def _failure_of_processes(
         name = diagnosis.signal_name(-ending.returncode)
         killed = RankLost(
             "torchrun, which starts the ranks, was killed",
-            f"{name}: a user killed it, or the kernel did because the host ran out of memory (see "
-            "dmesg)",
-            "free host memory, then start again",
+            f"{name}: a user killed it, or the kernel did because the host, container or job ran "
+            "out of memory (see dmesg)",
+            "free host memory, or raise the limit of the container or job; then start again",
         )
         return killed, {}
     if ending.returncode == StorageError.exit_code:
