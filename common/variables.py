@@ -136,8 +136,8 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
         CONFIG,
         HANDED | Use.RECORDED,  # of one host
         {
-            "GLOO_SOCKET_IFNAME": "network interfaces for gloo, separated by commas; one that is not"
-            " there is refused",
+            "GLOO_SOCKET_IFNAME": "network interfaces for gloo, separated by commas; one that is"
+            " not there is refused",
             "AITER_JIT_DIR": "directory of AITER's compiled modules, in a container below LOGDIR"
             " (default: AITER's own)",
         },
