@@ -32,6 +32,12 @@ fi
 # If a stream is closed, the next file that is opened would take its number and get the output.
 [[ -e /proc/self/fd/1 ]] || exec >/dev/null
 [[ -e /proc/self/fd/2 ]] || exec 2>/dev/null
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+# An empty path would be the current directory. Files are UTF-8 in every locale.
+path=$root:${PYTHONPATH:-}
+while [[ $path == *::* || $path == *: ]]; do
+    path=${path//::/:}
+    path=${path%:}
+done
+export PYTHONPATH=$path PYTHONUTF8=1
 # -P: the current directory cannot hide a module. exec: a signal to this process also ends pip.
 exec python3 -P -m launch --install "$@"

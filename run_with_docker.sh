@@ -258,9 +258,10 @@ pass_on() {
             kill -s TERM "$client" 2> /dev/null || true
     fi
 }
-trap 'pass_on INT' INT
-trap 'pass_on TERM' TERM
-trap 'pass_on HUP' HUP
+for signal in INT TERM HUP USR1 USR2 XCPU; do
+    # shellcheck disable=SC2064 # expands now
+    trap "pass_on $signal" "$signal"
+done
 if [[ $engine != apptainer ]]; then
     trap '"$engine" rm --force "$name" > /dev/null 2>&1 || true' EXIT
 fi

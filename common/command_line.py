@@ -20,7 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from common.errors import ConfigError, Interrupted, RunError, StorageError, failure_of
+from common.errors import (
+    STOP_SIGNALS,
+    ConfigError,
+    Interrupted,
+    RunError,
+    StorageError,
+    failure_of,
+)
 from common.terminal import QUIET, PrintableStream, print_stderr
 
 PROGRAM = "./run_and_time.sh"
@@ -49,10 +56,10 @@ PIPE_CLOSED = 141  # exit code that a shell reports for a program killed by SIGP
 def exit_code_of(work: Callable[[], int | None]) -> int:
     """Call `work` and return its exit code, with 0 for None.
 
-    If it raises a known error, print the error's three lines and return its exit code. SIGTERM and
-    SIGHUP are such errors, unless a handler of the caller or of `work` takes them. A reader of the
-    output that exits early, such as `head`, causes no traceback. What `work` prints on a terminal
-    has no control characters.
+    If it raises a known error, print the error's three lines and return its exit code. The signals
+    in STOP_SIGNALS are such errors, unless a handler of the caller or of `work` takes them. A
+    reader of the output that exits early, such as `head`, causes no traceback. What `work` prints
+    on a terminal has no control characters.
     """
     try:
         with _interruptible(), _printable():
@@ -95,15 +102,14 @@ def _printable() -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Raise Interrupted at SIGTERM and SIGHUP, if they would end this process at once."""
+    """Raise Interrupted at those of STOP_SIGNALS that would end this process at once."""
 
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(number)
 
     signals = []
     if threading.current_thread() is threading.main_thread():
-        candidates = (signal.SIGTERM, signal.SIGHUP)
-        signals = [each for each in candidates if signal.getsignal(each) is signal.SIG_DFL]
+        signals = [each for each in STOP_SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
     for number in signals:
         signal.signal(number, interrupt)
     try:

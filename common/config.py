@@ -308,7 +308,7 @@ def read_table(path: Path) -> dict:
     StorageError if the disk fails.
     """
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         raise
     except OSError as error:

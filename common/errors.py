@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -177,8 +178,20 @@ class CheckFailed(RunError):
     exit_code = 20
 
 
+# Signals that end a command with words and exit code 128 + n. Batch systems send the last three
+# before a time limit or a preemption.
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+
+
 class Interrupted(RunError):
-    """An interruption of this process by SIGHUP, SIGINT or SIGTERM."""
+    """An interruption of this process by one of STOP_SIGNALS."""
 
     kind = "interrupted"
 

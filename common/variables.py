@@ -113,6 +113,8 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
         "user",
         Use.CONTAINER | Use.RECORDED,
         {
+            "CUDA_DEVICE_ORDER": "order of NVIDIA GPUs: `PCI_BUS_ID` (default), as in nvidia-smi;"
+            " any other is refused",
             "CUDA_VISIBLE_DEVICES": "NVIDIA GPUs that this process may use",
             "HIP_VISIBLE_DEVICES": "AMD GPUs that this process may use",
             "ROCR_VISIBLE_DEVICES": "AMD GPUs that this process may use",
@@ -132,8 +134,10 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
     ),
     (
         CONFIG,
-        HANDED | Use.RECORDED,  # a path
+        HANDED | Use.RECORDED,  # of one host
         {
+            "GLOO_SOCKET_IFNAME": "network interfaces for gloo, separated by commas; one that is"
+            " not there is refused",
             "AITER_JIT_DIR": "directory of AITER's compiled modules, in a container below LOGDIR"
             " (default: AITER's own)",
         },

@@ -14,7 +14,7 @@ from pathlib import Path
 from common.command_line import exit_code_of
 from common.paths import ROOT
 from launch import cli, environment
-from launch.processes.ranks import module_search_path
+from launch.processes.ranks import process_variables
 from launch.processes.supervise import raise_at_signals
 
 
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
         python = environment.python_for(ROOT / requirements, folder)
         if requirements == environment.ALL:
             environment.add_hopper_packages(python, ROOT, folder)
-    os.execve(python, [str(python), *command], os.environ | module_search_path(os.environ))
+    os.execve(python, [str(python), *command], os.environ | process_variables(os.environ))
 
 
 if __name__ == "__main__":

@@ -190,9 +190,9 @@ def _died_silently(rank: int, run_dir: Path, entry: dict | None) -> RunError:
     if code == -signal.SIGKILL:
         return RankLost(
             f"{who} died without a message",
-            "SIGKILL: a user killed it, or the kernel did because the host ran out of memory "
-            "(see dmesg)",
-            "free host memory, then start again",
+            "SIGKILL: a user killed it, or the kernel did because the host, container or job ran "
+            "out of memory (see dmesg)",
+            "free host memory, or raise the limit of the container or job; then start again",
         )
     end = signal_name(-code) if code < 0 else "exit code 0"
     return RankLost(

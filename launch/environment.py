@@ -12,6 +12,7 @@ Standard library only.
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import io
@@ -28,7 +29,7 @@ import urllib.request
 import venv
 import zipfile
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 
@@ -90,6 +91,21 @@ def has_package(name: str) -> bool:
 def _module(name: str) -> str:
     """Return the name of the module of the package `name`."""
     return MODULES.get(name, name.replace("-", "_"))
+
+
+def replaced_packages(environment: Mapping[str, str]) -> list[str]:
+    """Return name and version of each package of a run that PYTHONPATH puts before the others."""
+    own = {ROOT, *(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))}
+    folders = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    others = [folder for folder in folders if Path(folder).absolute() not in own]
+    replaced = []
+    for name, _ in requirements(ROOT / ALL):
+        found = importlib.machinery.PathFinder.find_spec(_module(name).partition(".")[0], others)
+        if found and found.origin:  # a folder without __init__.py replaces nothing
+            distributions = importlib.metadata.distributions(name=name, path=others)
+            version = next((each.version for each in distributions), "of unknown version")
+            replaced.append(f"{name} {version}")
+    return replaced
 
 
 def _module_error(program: str, folder: Path, path: Path) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from common import engines
 from common.benchmarks import Rules, rules_of
+from common.command_line import refuse_without
 from common.config import RunConfig
 from common.data.preparation import damage_of, require_as_recorded
 from common.errors import ConfigError, DataError, WeightsError
@@ -37,7 +38,7 @@ from common.training.continuation import (
 )
 from launch.diagnosis import read_result
 from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, ranks_command
-from launch.processes.supervise import end_with_parent
+from launch.processes.supervise import GRACE_S, end_with_parent
 from launch.selection.check import Choice
 from launch.selection.choose import choose
 from launch.selection.machine import Machine
@@ -133,6 +134,7 @@ class Job:
     save: bool  # save the trained model after the clock has stopped
     checkpoint: str = ""  # when to save the training state, as given with --checkpoint
     continues: SavedCheckpoint | None = None  # checkpoint that training resumes from
+    grace_s: float = GRACE_S  # from a signal to SIGKILL
     trackers: tuple[str, ...] = ()  # names of common/records/trackers.py
     cpus: tuple[str, ...] = ()  # CPUs of each rank of this node; empty: ranks may use all CPUs
 
@@ -211,6 +213,8 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
         require_possible(selection.config)
     if checkpoint:
         parse_interval(checkpoint)
+    else:
+        refuse_without("--checkpoint", {"--grace": getattr(options, "grace", None)})
     data_dir, log_dir = directories(benchmark, selection.config, environment)
     continues = None
     if named == AUTO:
@@ -236,6 +240,7 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
         save=save,
         checkpoint=checkpoint,
         continues=continues,
+        grace_s=getattr(options, "grace", None) or GRACE_S,
         trackers=trackers,
         cpus=cpus,
     )

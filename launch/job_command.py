@@ -19,6 +19,7 @@ from common.machine.hardware import config_names
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
 from launch.console import header
+from launch.environment import replaced_packages
 from launch.job import Job, note_on_one_node
 from launch.processes.supervise import raise_at_signals
 from launch.selection.machine import add_gpu_kind_option
@@ -103,6 +104,8 @@ def print_header(job: Job, directories: tuple[Path, Path] | None) -> None:
     inform(*header(job.benchmark, job.selection, job.rules, directories, job.cpus))
     if job.node.count == 1 and (note := note_on_one_node(job.environment)):
         inform(f"NOTE       {note}")
+    if replaced := replaced_packages(job.environment):
+        inform(f"NOTE       PYTHONPATH replaces installed packages: {', '.join(replaced)}")
     in_use = job.engines
     if job.selection.device == "cuda":
         inform(*in_use.lines())

@@ -8,8 +8,9 @@ from __future__ import annotations
 import resource
 import socket
 import threading
+from collections.abc import Mapping
 
-from common.errors import OutOfMemory, PreflightError
+from common.errors import ConfigError, OutOfMemory, PreflightError, listed
 
 # Threads of a rank: up to 8 in the miniature, and about 20 more for NCCL and CUDA.
 THREADS_PER_RANK = 32
@@ -37,6 +38,18 @@ def require_loopback() -> None:
             f"{error.strerror or error}; the ranks connect to each other there",
             do,
         ) from None
+
+
+def require_interfaces(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if gloo is to use a network interface that this host does not have."""
+    known = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, environment.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in known:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={name}: no such network interface",
+                f"this host has {listed(known)}",
+                "correct or unset the variable",
+            )
 
 
 def require_limits(ranks: int) -> None:

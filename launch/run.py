@@ -28,12 +28,12 @@ from common.estimate.verdict import expected_memory
 from common.paths import ROOT
 from common.records.run_record import RunRecord
 from common.terminal import inform, print_stderr, shown
-from common.training.continuation import newest
+from common.training.continuation import STOP_REQUEST, newest
 from common.variables import Use, select
 from launch import diagnosis, page_cache, run_directory, series
 from launch.console import closing, mlperf_line
 from launch.job import Job, ensure_data, trainer_command, trainer_environment
-from launch.limits import require_limits, require_loopback
+from launch.limits import require_interfaces, require_limits, require_loopback
 from launch.monitor import gpu_sampler as sampler
 from launch.monitor.screen import Screen
 from launch.monitor.tracking import tracked
@@ -42,6 +42,7 @@ from launch.node_facts import node_facts
 from launch.processes.supervise import (
     BEFORE_COLLECTIVES,
     Ending,
+    Grace,
     HangWatch,
     signals_noted,
     supervise,
@@ -60,6 +61,7 @@ def run_all(job: Job, request: series.SeriesRequest) -> int:
     """
     require_limits(job.config.gpus_per_node)
     require_loopback()
+    require_interfaces({**job.environment, **job.config.env})
     by_order = job.engines
     versions = run_directory.versions(ROOT, job.gpus) | {
         "rank_cpus": job.cpus,
@@ -156,15 +158,17 @@ def _train_and_judge(
     `received`: signals that the launcher receives in the meantime.
     """
     start_date = time.strftime(DATE)
-    mlperf_line(f"STARTING TIMING RUN AT {start_date}")
-    ending, gone = _train(job, nodes, run_dir, seed, cleared)
-    nodes.finish(run_dir, stop=ending.returncode != 0 or ending.signal_number != 0)
-    mlperf_line(f"ENDING TIMING RUN AT {time.strftime(DATE)}")
-    result = diagnosis.read_result(run_dir / "result.txt")
-    if result.minutes is not None:
-        org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
-        mlperf_line(f"RESULT,{job.benchmark.upper()},,{result.minutes * 60:.0f},{org},{start_date}")
-    error, late_errors = judge(job, nodes, run_dir, ending, gone, result)
+    with tracked(run_dir, job.trackers):  # until the outcome is decided
+        mlperf_line(f"STARTING TIMING RUN AT {start_date}")
+        ending, gone = _train(job, nodes, run_dir, seed, cleared)
+        nodes.finish(run_dir, stop=ending.returncode != 0 or ending.signal_number != 0)
+        mlperf_line(f"ENDING TIMING RUN AT {time.strftime(DATE)}")
+        result = diagnosis.read_result(run_dir / "result.txt")
+        if result.minutes is not None:
+            seconds = f"{result.minutes * 60:.0f}"
+            org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
+            mlperf_line(f"RESULT,{job.benchmark.upper()},,{seconds},{org},{start_date}")
+        error, late_errors = judge(job, nodes, run_dir, ending, gone, result)
     nodes.failure = f"{error.what}: {error.why}" if error else ""
     lines = error.lines() if error else ""
     checked = not error and all(late.kind != NOT_CHECKED for late in late_errors)
@@ -210,8 +214,6 @@ def _train(
     clock = run_directory.ClockWatch(run_dir / "result.txt", limit_s)
     with (
         sampler.sampling(run_dir, job.run_gpus),
-        # Rank 0 writes the events.
-        tracked(run_dir, job.trackers if node.rank == 0 else ()),
         Screen(
             run_dir,
             job.benchmark,
@@ -229,9 +231,28 @@ def _train(
             return failed is not None or nodes.poll(run_dir)
 
         ending = supervise(
-            command, environment, run_dir, watch, stop, stdout=screen.stdout, stderr=screen.stderr
+            command,
+            environment,
+            run_dir,
+            watch,
+            stop,
+            Grace(job.grace_s, lambda: job.checkpoint != "" and _request_save(run_dir, watch)),
+            stdout=screen.stdout,
+            stderr=screen.stderr,
         )
     return ending, directory.missing() or (clock.late() if ending.stopped else None)
+
+
+def _request_save(run_dir: Path, watch: HangWatch) -> bool:
+    """Ask the ranks to save a checkpoint and end. Return False if there is nothing to save yet."""
+    if not watch.started:
+        return False
+    try:
+        (run_dir / STOP_REQUEST).touch()
+    except OSError:  # such a disk holds no checkpoint either
+        return False
+    print_stderr("NOTE       saves a checkpoint, then ends; a second signal ends at once")
+    return True
 
 
 def judge(
@@ -305,9 +326,9 @@ def _failure_of_processes(
         name = diagnosis.signal_name(-ending.returncode)
         killed = RankLost(
             "torchrun, which starts the ranks, was killed",
-            f"{name}: a user killed it, or the kernel did because the host ran out of memory (see "
-            "dmesg)",
-            "free host memory, then start again",
+            f"{name}: a user killed it, or the kernel did because the host, container or job ran "
+            "out of memory (see dmesg)",
+            "free host memory, or raise the limit of the container or job; then start again",
         )
         return killed, {}
     if ending.returncode == StorageError.exit_code:

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from common.benchmarks import names_mlperf
-from common.command_line import PROGRAM, Parser, refuse_without
+from common.command_line import PROGRAM, Parser, number_between, refuse_without
 from common.errors import ConfigError
 from common.paths import ROOT
 from common.records.trackers import TRACKERS
@@ -38,6 +38,7 @@ from launch.job_command import (
     require_software,
     ships_configs,
 )
+from launch.processes.supervise import GRACE_S
 from launch.run import run_all
 
 EXAMPLES = ("{}", "{} --set max_samples=2048", "{} --config {} --print")
@@ -98,6 +99,13 @@ def _add_options_of_one_run(parser: Parser, shipped: bool) -> None:
         "--checkpoint",
         metavar="WHEN",
         help="save the training state: 2 for every second evaluation, 600s for every ten minutes",
+    )
+    parser.add_argument(
+        "--grace",
+        type=number_between(1, 86400),
+        metavar="SECONDS",
+        help="with --checkpoint: time after a signal to save the next step and end (default: "
+        f"{GRACE_S:g})",
     )
     parser.add_argument(
         "--continue",

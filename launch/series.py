@@ -2,8 +2,8 @@
 
 Every attempt has its own directory and seed. A run is good if it reached its target and its log
 passed the checks. A failed attempt is followed by the next one, until more than `max_failures`
-attempts have failed since the command was started. SIGINT, SIGTERM and SIGHUP end the series, and
---resume continues it.
+attempts have failed since the command was started. A signal ends the series, and --resume continues
+it.
 
 A series can also be continued after its launcher was killed. The last attempt then counts as good
 if its log has a result, else it is recorded as lost. While a launcher may be alive, no other one

@@ -15,10 +15,11 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.errors import PreflightError
+from common.errors import PreflightError, listed
 from common.known_issues import installed, release
 from common.machine.gpu_stats import DriverError, ask_nvidia_smi
 from common.machine.hardware import Probe
+from common.paths import ROOT
 
 BUILDS = ("cpu", "cuda", "cuda12", "rocm")
 ON_A_CPU = ("cpu", "cuda", "cuda12")  # torch for CUDA also computes on a CPU
@@ -167,12 +168,16 @@ def require_fitting_torch(
         raise PreflightError(f"NVIDIA driver {gpus.driver} is too old for this torch", why, UPDATE)
 
 
-def broken_torch() -> PreflightError:
+def broken_torch(environment: Mapping[str, str] = os.environ) -> PreflightError:
     """Return the error for a torch that cannot be imported. The import's message is printed."""
+    do = "install torch again, or use a container (see Dockerfile)"
+    others = set(environment.get("PYTHONPATH", "").split(os.pathsep)) - {"", str(ROOT)}
+    if others:
+        do = f"unset PYTHONPATH, if its torch is used ({listed(sorted(others))}); else {do}"
     return PreflightError(
         "torch cannot be imported",
         "the message above says why; no rank was started",
-        "install torch again, or use a container (see Dockerfile)",
+        do,
     )
 
 

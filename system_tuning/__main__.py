@@ -115,11 +115,11 @@ def _report(command: str, changes: list[Change], journal: Path) -> int:
 
 
 def _ignore_signals() -> None:
-    """Ignore SIGINT, SIGTERM and SIGHUP."""
+    """Ignore the signals that stop a run."""
     # A signal may reach the whole process group. It is meant for the program that started this one,
     # which ends `hold` by closing the pipe.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("INT", "TERM", "HUP", "USR1", "USR2", "XCPU"):
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
 
 
 def sign_of_container(root: Path = Path("/")) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from common import config as configs
 from common.benchmarks import closed, config_class, rules_of
-from common.config import load
+from common.config import load, read_table
 from common.errors import ConfigError
 from common.estimate.memory import fits, memory_peak, usable_bytes
 from common.estimate.workload import benchmark_workload
@@ -303,6 +303,11 @@ def test_the_name_of_a_shipped_config_is_answered_with_its_file(given):
     with pytest.raises(ConfigError, match="no such config") as refused:
         choose(Request("llama31_8b", file=given), NO_GPUS)
     assert refused.value.do == "did you mean configs/llama31_8b/MI355X_1x8.toml?"
+
+
+def test_a_byte_order_mark_is_no_key(tmp_path):
+    (tmp_path / "own.toml").write_text("a = 1\n", "utf-8-sig")
+    assert read_table(tmp_path / "own.toml") == {"a": 1}
 
 
 def test_broken_toml_and_missing_file(tmp_path):

@@ -242,7 +242,7 @@ def test_every_exit_code_has_its_entry_and_no_other():
         if isinstance(value, type) and issubclass(value, RunError)
     ]
     known = {cls.exit_code: cls.kind for cls in classes if cls is not Interrupted}
-    signals = {Interrupted(number).exit_code: Interrupted.kind for number in (1, 2, 15)}
+    signals = {Interrupted(number).exit_code: Interrupted.kind for number in errors.STOP_SIGNALS}
     heads = re.findall(
         r"^## ([\d, ]+) · (\w+)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE
     )

@@ -127,8 +127,15 @@ def tokenize(parts: list[list[Source]], folder: Path, work: Work, processes: int
     if done:
         say(f"continuing: {len(parts) - len(missing)} of {len(parts)} parts are complete")
     context = multiprocessing.get_context("spawn")
-    read = context.Value("q", done)  # bytes, also of parts that are not complete
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (work, read))
+    try:
+        read = context.Value("q", done)  # bytes, also of parts that are not complete
+        pool = ProcessPoolExecutor(processes, context, _start_worker, (work, read))
+    except OSError as error:
+        raise StorageError(
+            f"/dev/shm: {error.strerror}",
+            "processes share locks there",
+            "free space and inodes of /dev/shm, and mount it writable",
+        ) from error
     try:
         with Progress("tokenizing", sum(sizes), "B") as progress:
             progress.at(done)

@@ -44,6 +44,7 @@ AMD_PRODUCTS = {
 # DPX and 1/2 MIG, have half of the memory.
 WHOLE_CARD = 0.75
 CARD = re.compile(r"\b(PCIe|NVL)\b")  # in the names of cards that are no SXM modules
+PCI_ORDER = "PCI_BUS_ID"  # value of CUDA_DEVICE_ORDER; CUDA's default is FASTEST_FIRST
 MAX_GPUS = 8  # per node in all supported systems; more devices are partitions
 
 
@@ -287,6 +288,13 @@ def probe_nvidia(env: Mapping[str, str], dev: Path) -> Probe:
         )
     if env.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise _partitioned("CUDA_VISIBLE_DEVICES names a MIG instance")
+    order = env.get("CUDA_DEVICE_ORDER") or PCI_ORDER
+    if order != PCI_ORDER:
+        raise ConfigError(
+            f"CUDA_DEVICE_ORDER={order} is not supported",
+            "nvidia-smi and this project number GPUs by their PCI addresses",
+            f"unset it, or set it to {PCI_ORDER}",
+        )
     value = env.get("CUDA_VISIBLE_DEVICES")
     visible = visible_indices(len(devices), value, [device.address for device in devices])
     if not visible:

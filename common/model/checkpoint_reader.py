@@ -114,6 +114,8 @@ def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...
         why = "the base weights should be in this folder"
         if any(folder.glob("*.bin")):
             why = "*.bin files are not read: reading a pickle can execute code"
+        elif "~" in folder.parts:
+            why = "~ is not expanded in this path: write out the home directory"
         refuse(f"{folder}: has no safetensors files", why, f"check the path, or {FETCH_AGAIN}")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -195,7 +197,7 @@ def _check_tensors(
     if missing:
         refuse(
             f"{folder}: {len(missing)} of {len(expected)} tensors are missing: {listed(missing)}",
-            f"the {layout} layout of this model needs them",
+            f"the {layout} layout of this model needs them; the files have {listed(tensors)}",
             f"{CHECK_MODEL}; or {FETCH_AGAIN}",
         )
     for name, stored in tensors.items():

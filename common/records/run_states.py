@@ -10,6 +10,7 @@ RUNNING = "running"
 GOOD = "success"  # the target was reached and the log passed its checks
 LOST = "lost"
 MISSED = "target_missed"
+INTERRUPTED = "interrupted"  # by a signal
 UNCLEAN = "check_failed"
 NOT_STARTED = "not_started"  # of a log without a ledger, which ends before run_start
 # Reason of an attempt that has no end in the ledger.
@@ -20,7 +21,7 @@ WORDS = {
     RUNNING: "running",
     LOST: "lost: its launcher was killed",
     MISSED: "did not converge",
-    "interrupted": "interrupted",
+    INTERRUPTED: "interrupted",
     UNCLEAN: "target reached, log not clean",
     NOT_STARTED: "never started its clock",
     "non_finite": "loss not finite",

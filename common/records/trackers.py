@@ -17,11 +17,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import PreflightError
+from common.records import run_states
 
 PROJECT = "mlperf-llama-training"
 # The axes of plots: optimizer steps, or seconds since sampling began.
 STEP = "step"
 SECONDS = "seconds"
+
+
+# State of a run -> its status in MLflow, FAILED for all others.
+MLFLOW_STATUS = {
+    run_states.GOOD: "FINISHED",
+    run_states.RUNNING: "RUNNING",
+    run_states.INTERRUPTED: "KILLED",
+    run_states.LOST: "KILLED",
+}
 
 
 class Tracker(Protocol):
@@ -30,8 +40,11 @@ class Tracker(Protocol):
     def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
         """Record `values` at `position` of `axis`, STEP or SECONDS."""
 
-    def finish(self) -> None:
-        """Write or send everything that was recorded."""
+    def finish(self, state: str, outcome: str) -> None:
+        """Write or send everything that was recorded, and how the run ended.
+
+        `state`: a key of run_states.WORDS. `outcome`: the state and its cause in words.
+        """
 
 
 class TensorBoard:
@@ -39,20 +52,12 @@ class TensorBoard:
 
     def __init__(self, run_dir: Path, facts: Mapping[str, str]):
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.metadata import create_summary_metadata
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        from tensorboard.util.tensor_util import make_tensor_proto
 
         self.writer = EventFileWriter(str(run_dir / "tensorboard"))
         self.Summary = Summary
         rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-        text = f"| | |\n|-|-|\n{rows}"
-        value = Summary.Value(
-            tag="run",
-            tensor=make_tensor_proto([text]),
-            metadata=create_summary_metadata("run", "config and versions"),
-        )
-        self._add([value], 0)
+        self._add_text("run", f"| | |\n|-|-|\n{rows}", "config and versions")
 
     def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
         scalars = [
@@ -60,13 +65,22 @@ class TensorBoard:
         ]
         self._add(scalars, position)
 
+    def _add_text(self, tag: str, text: str, description: str) -> None:
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        metadata = create_summary_metadata(tag, description)
+        value = self.Summary.Value(tag=tag, tensor=make_tensor_proto([text]), metadata=metadata)
+        self._add([value], 0)
+
     def _add(self, values: list[Any], position: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         summary = self.Summary(value=values)
         self.writer.add_event(Event(wall_time=time.time(), step=position, summary=summary))
 
-    def finish(self) -> None:
+    def finish(self, state: str, outcome: str) -> None:
+        self._add_text("outcome", outcome, "how the run ended")
         self.writer.close()
 
 
@@ -91,8 +105,10 @@ class WeightsAndBiases:
     def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
         self.run.log({axis: position, **values})
 
-    def finish(self) -> None:
-        self.run.finish()
+    def finish(self, state: str, outcome: str) -> None:
+        self.run.summary["outcome"] = outcome
+        # wandb calls a run finished or, with another exit code than 0, failed.
+        self.run.finish(exit_code=0 if state == run_states.GOOD else 1)
 
 
 class Trackio(WeightsAndBiases):
@@ -108,6 +124,9 @@ class Trackio(WeightsAndBiases):
 
     def log(self, axis: str, position: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=position)
+
+    def finish(self, state: str, outcome: str) -> None:
+        self.run.finish()  # Trackio's runs have no status
 
 
 class MLflow:
@@ -134,8 +153,9 @@ class MLflow:
         metrics = [self.Metric(name, value, now, position) for name, value in values.items()]
         self.client.log_batch(self.id, metrics=metrics)
 
-    def finish(self) -> None:
-        self.client.set_terminated(self.id)
+    def finish(self, state: str, outcome: str) -> None:
+        self.client.set_tag(self.id, "outcome", outcome)
+        self.client.set_terminated(self.id, MLFLOW_STATUS.get(state, "FAILED"))
 
 
 TRACKERS: dict[str, type[Any]] = {

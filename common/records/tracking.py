@@ -91,6 +91,12 @@ def facts(run_dir: Path) -> dict[str, str]:
     return dict(_flat("", {"config": run.settings, "versions": run.versions}))
 
 
+def ending(run_dir: Path) -> tuple[str, str]:
+    """Return the run's state, and a text of the state and its cause, for `Tracker.finish`."""
+    run = RunRecord.in_directory(run_dir)
+    return run.state, ": ".join(filter(None, [run.state_words, run.cause]))
+
+
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
     """Yield (dotted name, text) of every value in nested dicts."""
     if isinstance(value, dict):
@@ -116,4 +122,4 @@ def export(run_dir: Path, name: str) -> None:
     tracker: Tracker = TRACKERS[name](run_dir.resolve(), facts(run_dir))
     for point in points:
         tracker.log(point.axis, point.position, point.values)
-    tracker.finish()
+    tracker.finish(*ending(run_dir))

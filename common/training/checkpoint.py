@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -55,6 +56,7 @@ from common.atomic_write import rename_complete, write_whole
 from common.benchmarks import rules_of
 from common.errors import (
     DataError,
+    Interrupted,
     RunError,
     StorageError,
     WeightsError,
@@ -72,6 +74,7 @@ from common.training.continuation import (
     ENGINES,
     FACTS,
     PARTIAL_SUFFIX,
+    STOP_REQUEST,
     CheckpointInterval,
     base_record,
     changed_files,
@@ -109,7 +112,10 @@ class TensorPart:
 
 
 class Checkpoints:
-    """Checkpoints of a run: `load` before run_start, `offer` after a step, `finish` at the end."""
+    """Checkpoints of a run: `load` before run_start, `offer` after a step, `finish` at the end.
+
+    After each step and its evaluation, if `stop_requested`, `save_and_stop`.
+    """
 
     def __init__(self, run: Run, reports: Reports, assembly: Assembly, processes: Processes):
         """Raise ConfigError for configs that do not support checkpoints."""
@@ -129,12 +135,15 @@ class Checkpoints:
         # ranks need a CPU backend.
         self.group = dist.new_group(backend="gloo", timeout=WRITE_LIMIT)
         self.mesh = DeviceMesh.from_group(self.group, "cpu")
+        # Another one for `stop_requested`, which must not wait for the GPU or for a save.
+        self.stop_group = dist.new_group(backend="gloo")
         self.parts: dict[str, TensorPart] = {}
         for name, (live, rows) in self._tensors().items():
             self.parts[name] = self._part(live, rows)
         self.rank_state: dict[str, Tensor] = {}  # result of `_rank_state` at the last save, by name
         self.saving: Future | None = None  # the save in progress
         self.step = 0  # of the last offer, or of the loaded checkpoint
+        self.saved_step = 0  # of the last save
         self.evaluations = 0
         self.last_save = time.monotonic()
 
@@ -261,8 +270,34 @@ class Checkpoints:
         if self.saving is not None and self.saving.done():
             self.finish()
         self.step = step
-        if self.interval is None or not self.due(self.interval, evaluated):
-            return
+        if self.interval is not None and self.due(self.interval, evaluated):
+            self._save(step)
+
+    def stop_requested(self) -> bool:
+        """Return whether the launcher has made STOP_REQUEST. Call it on all ranks."""
+        if self.interval is None:
+            return False
+        is_asked = self.rank == 0 and (self.run.run_dir / STOP_REQUEST).exists()
+        asked = torch.tensor([float(is_asked)])
+        dist.all_reduce(asked, group=self.stop_group)  # rank 0 decides for all ranks
+        return bool(asked)
+
+    def save_and_stop(self, step: int) -> NoReturn:
+        """Save a checkpoint unless this step has one, wait for it, and raise Interrupted.
+
+        Call it on all ranks at the same step, after its evaluation if it has one: a continued run
+        begins with the next step. Raises StorageError if a save failed.
+        """
+        if step != self.saved_step:
+            self.step = step
+            self._save(step)
+        self.finish()
+        # If a rank ended now, torchrun would stop those that have not seen the save's end.
+        dist.barrier(group=self.stop_group)
+        raise Interrupted(signal.SIGTERM)
+
+    def _save(self, step: int) -> None:
+        """Begin to save, after the previous save has ended. Raises StorageError if that failed."""
         began = time.monotonic()
         self._write_heartbeat()
         self.finish()
@@ -293,6 +328,7 @@ class Checkpoints:
             async_stager=DcpStager(self._copy_state),
             process_group=self.group,
         )  # type: ignore[assignment]
+        self.saved_step = step
         self.last_save = time.monotonic()
         paused_s = self.last_save - began
         self.reports.events.write("checkpoint", step=step, samples=samples, seconds=paused_s)

@@ -22,6 +22,8 @@ from common.errors import ConfigError, DataError, RunError, WeightsError, listed
 from common.model.checkpoint_files import weight_files
 
 CHECKPOINTS_FOLDER = "checkpoints"
+# A file in the run directory by which the launcher asks the ranks to save a checkpoint and end.
+STOP_REQUEST = "ranks/save_and_stop"
 FACTS = "facts.json"
 PARTIAL_SUFFIX = ".partial"
 FACT_TYPES = {  # the required keys of facts.json

@@ -209,6 +209,7 @@ def train(
                 checkpoints.offer(step, evaluated=False)
                 meter.clock.restart()  # a save pauses training
         if not evaluates:
+            _stop_if_requested(checkpoints, meter, step)
             continue
         train_s = interval.stop(samples)
         loss, eval_s = _evaluate_and_log(
@@ -222,10 +223,18 @@ def train(
             return TrainingOutcome(samples, loss)
         if checkpoints:
             checkpoints.offer(step, evaluated=True)
+        _stop_if_requested(checkpoints, meter, step)
         meter.clock.restart()
         interval = TrainingInterval(reports.log, samples)
     meter.flush()  # steps since the last logged one, if max_samples is not at an evaluation
     raise _target_missed(goal, samples, loss)
+
+
+def _stop_if_requested(checkpoints: Checkpoints | None, meter: Meter, step: int) -> None:
+    """Save a checkpoint and raise Interrupted if the launcher asks for it."""
+    if checkpoints and checkpoints.stop_requested():
+        meter.flush()  # a continued run begins with the next step
+        checkpoints.save_and_stop(step)
 
 
 def _target_missed(goal: Goal, samples: int, loss: float | None) -> TargetMissed:

@@ -2,8 +2,8 @@
 
 It follows events.jsonl and gpu_samples.jsonl of a run and sends their numbers to tracking packages.
 It is a separate process, so that the ranks never wait for a server. When its standard input closes,
-it sends the rest of the files and ends; after END_S seconds, it is killed. Its output, including
-the reason of a failure, is in RUN_DIR/tracking.txt.
+it sends the rest of the files and the outcome, and ends; after END_S seconds, it is killed. Its
+output, including the reason of a failure, is in RUN_DIR/tracking.txt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.records.trackers import TRACKERS, Tracker
-from common.records.tracking import Follower, facts
+from common.records.tracking import Follower, ending, facts
 from common.terminal import print_stderr
 from launch.monitor import gpu_sampler
 
@@ -102,7 +102,7 @@ def follow(run_dir: Path, names: Sequence[str]) -> int:
                     del trackers[name]
     for name, tracker in trackers.items():
         try:
-            tracker.finish()
+            tracker.finish(*ending(run_dir))
         except Exception:
             exit_code = _report_failure(name)
     return exit_code

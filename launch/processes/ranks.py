@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.machine.gpu_stats import DriverError, pci_folders, read_text
-from common.machine.hardware import Probe
+from common.machine.hardware import PCI_ORDER, Probe
 from common.paths import ROOT
 
 # The address is numeric, so that no host name has to resolve.
@@ -67,24 +67,30 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of a rank.
 
-    It has the user's variables, the config's, which take precedence, and the search path of the
-    project's modules. `threads`: OMP_NUM_THREADS, unless the user or the config sets it.
+    It has the user's variables, the config's, which take precedence, and those of
+    `process_variables`. `threads`: OMP_NUM_THREADS, unless the user or the config sets it.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
         **environment,
         **config_env,
-        **module_search_path(environment),
+        **process_variables(environment),
     }
 
 
-def module_search_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make Python find the project's modules from any directory.
+def process_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that make Python find the project's modules, and read files as UTF-8.
 
-    PYTHONSAFEPATH keeps Python from importing modules in the current directory.
+    Neither depends on the current directory, whose modules PYTHONSAFEPATH and an empty path in
+    PYTHONPATH concern, nor on the locale. CUDA numbers GPUs as nvidia-smi does.
     """
-    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    paths = [str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUTF8": "1",
+        "CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER") or PCI_ORDER,
+    }
 
 
 def cpus_of_ranks(found: Probe, ranks: int, sysfs: Path = Path("/sys")) -> tuple[str, ...]:

@@ -20,17 +20,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from common.errors import LAUNCHED, Hang, Interrupted
+from common.errors import LAUNCHED, STOP_SIGNALS, Hang, Interrupted
 
 PRCTL = ctypes.CDLL(None).prctl
 POLL_S = 0.5
-GRACE_S = 20.0  # from SIGTERM to SIGKILL; Slurm's own grace period (KillWait) is 30 s
+# From the launcher's first signal to SIGKILL. Slurm's own grace period (KillWait) is 30 s.
+GRACE_S = 20.0
+SAVE_SHARE = 0.75  # of the grace period, for the ranks to save a checkpoint and end by themselves
 KILL_S = 10.0  # for SIGKILL, which is repeated until no process is left
 STACK_S = 2.0  # for the ranks to write stacks and collectives; they check every half second
 ORPHANS_S = 8.0  # for ranks to end by themselves after torchrun was killed (training/guard.py)
 # Share of the configured limit after which the launcher reports a hang. The ranks' collectives time
 # out at the full limit, but only the launcher can name the rank that the others wait for.
 BEFORE_COLLECTIVES = 0.9
+
+
+@dataclass(frozen=True)
+class Grace:
+    """Time that the processes have after a signal to the launcher.
+
+    `seconds`: until SIGKILL.
+    `save`: asks the ranks to save a checkpoint and end, and returns whether they can.
+    """
+
+    seconds: float = GRACE_S
+    save: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,12 @@ class HangWatch:
         self.modified: dict[int, int] = {}
         self.beats: dict[int, dict] = {}
 
+    @property
+    def started(self) -> bool:
+        """Whether every rank has finished a step, as of the last call of `is_hanging`."""
+        all_reported = len(self.beats) == len(self.ranks)
+        return all_reported and all(beat["step"] > 0 for beat in self.beats.values())
+
     def is_hanging(self) -> bool:
         """Read the heartbeats, and return whether the run hangs."""
         for rank in self.ranks:
@@ -86,9 +106,7 @@ class HangWatch:
                     self.modified[rank] = modified
                     self.last_change = self.clock()
                     self.beats[rank] = json.loads(path.read_text())
-        all_reported = len(self.beats) == len(self.ranks)
-        started = all_reported and all(beat["step"] > 0 for beat in self.beats.values())
-        limit_s = self.step_s if started else self.startup_s
+        limit_s = self.step_s if self.started else self.startup_s
         return self.clock() - self.last_change > limit_s
 
     def explain(self) -> tuple[Hang, dict]:
@@ -149,6 +167,7 @@ def supervise(
     run_dir: Path,
     watch: HangWatch | None = None,
     stop: Callable[[], bool] = lambda: False,
+    grace: Grace | None = None,
     *,
     poll_s: float = POLL_S,
     stdout: IO | None = None,
@@ -156,9 +175,9 @@ def supervise(
 ) -> Ending:
     """Run `command` until it ends, `watch` detects a hang, or `stop` returns True.
 
-    `stop` is called every `poll_s` seconds. The first SIGINT, SIGTERM or SIGHUP is passed on as
-    SIGTERM; a second one kills at once. No process of this run is left when the function returns or
-    raises.
+    `stop` is called every `poll_s` seconds. The first of STOP_SIGNALS is passed on as SIGTERM. If
+    the ranks can save a checkpoint, they have SAVE_SHARE of the grace period for that before. A
+    second signal kills at once. No process of this run is left when the function returns or raises.
     """
     with signals_noted() as received:
         marked = environment | {LAUNCHED: str(run_dir)}
@@ -168,7 +187,7 @@ def supervise(
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=_separate_from_parent,
         )
         try:
             while not _ended(process, poll_s) and not received:
@@ -185,7 +204,7 @@ def supervise(
                         -signal.SIGKILL, hang=hang, failed_rank=failed_rank, stopped=stopped
                     )
             if received:
-                _stop(process, received)
+                _stop(process, received, grace or Grace())
             return Ending(process.poll() or 0, received[0] if received else 0)
         finally:
             torchrun_was_killed = (process.poll() or 0) < 0 and not received
@@ -201,6 +220,17 @@ def end_with_parent() -> None:
     PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
 
 
+def _separate_from_parent() -> None:
+    """End with the parent, and ignore the signals that a batch system may send to all processes.
+
+    The ranks inherit this. Only the launcher acts on these signals. The ranks write their stacks at
+    SIGUSR1.
+    """
+    end_with_parent()
+    for number in set(STOP_SIGNALS) - {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _ended(process: subprocess.Popen, limit_s: float) -> bool:
     """Wait at most `limit_s` seconds, and return whether the process has ended."""
     try:
@@ -210,28 +240,33 @@ def _ended(process: subprocess.Popen, limit_s: float) -> bool:
     return True
 
 
-def _stop(process: subprocess.Popen, received: list[int]) -> None:
-    """Send one SIGTERM to torchrun's process group, and wait up to GRACE_S for it to end.
+def _stop(process: subprocess.Popen, received: list[int], grace: Grace) -> None:
+    """Wait for the ranks to save if they can, send SIGTERM, and wait for the end of the grace time.
 
-    torchrun passes the signal on to the ranks, which have sessions of their own.
+    SIGTERM goes once to torchrun's process group. torchrun passes it on to the ranks, which have
+    sessions of their own.
     """
+    began = time.monotonic()
+
+    def ended_by(limit_s: float) -> bool:
+        while time.monotonic() < began + limit_s and len(received) < 2:
+            if _ended(process, 0.1):
+                return True
+        return len(received) >= 2
+
+    if grace.save() and ended_by(SAVE_SHARE * grace.seconds):
+        return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and len(received) < 2 and not _ended(process, 0.1):
-        pass
+    ended_by(grace.seconds)
 
 
 def handled_signals() -> list[int]:
-    """Return SIGINT, SIGTERM and SIGHUP, except those that the launcher's parent ignores.
+    """Return STOP_SIGNALS, except those that the launcher's parent ignores.
 
     nohup and a shell's background jobs ignore signals in this way.
     """
-    return [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    ]
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def raise_at_signals() -> None:
@@ -246,7 +281,7 @@ def raise_at_signals() -> None:
 
 @contextlib.contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP in a list, so that they do not end the process."""
+    """Collect STOP_SIGNALS in a list, so that they do not end the process."""
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda n, frame: received.append(n))

@@ -1,5 +1,6 @@
 """Parts of tokenized text, and the worker processes that write them."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from in_this_process import InThisProcess
 from common.data import text_parts
 from common.data.indexed_dataset import Index
 from common.data.preparation import input_states
-from common.errors import DataError
+from common.errors import DataError, StorageError
 from common.paths import ROOT
 
 # The tokenizer is a pipe, whose opening never ends.
@@ -81,6 +82,15 @@ def prefixes(tmp_path, monkeypatch):
     monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
     (tmp_path / "a.txt").write_text("\n\n".join(f"document {number}" for number in range(40)))
     return {split: tmp_path / split for split in text_parts.SPLITS}
+
+
+def test_a_full_dev_shm_is_named(tmp_path, prefixes, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", full)
+    with pytest.raises(StorageError, match="/dev/shm: No space left"):
+        write(tmp_path, prefixes)
 
 
 def test_the_tokens_of_a_part_are_not_held_in_memory(tmp_path, prefixes, monkeypatch):

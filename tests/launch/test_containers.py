@@ -654,6 +654,7 @@ case $1 in
         setsid bash -c '
             trap "exit 42" TERM
             trap "exit 43" INT
+            trap "exit 44" USR1
             echo $$ > "$PLAY/pid"
             while :; do sleep 0.05; done'
         exit $?
@@ -699,7 +700,8 @@ def test_exit_code_and_streams_are_those_of_the_container(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "name", "code"), [(signal.SIGTERM, "TERM", 42), (signal.SIGINT, "INT", 43)]
+    ("number", "name", "code"),
+    [(signal.SIGTERM, "TERM", 42), (signal.SIGINT, "INT", 43), (signal.SIGUSR1, "USR1", 44)],
 )
 def test_signals_reach_the_container_once(tmp_path, number, name, code):
     process = engine(tmp_path)
@@ -745,11 +747,14 @@ def test_slurm_with_an_image(tmp_path):
     )
 
 
-def slurm(tmp_path, *arguments):
+SRUN = 'echo "$MASTER_ADDR $MASTER_PORT $* NODE_RANK=$NODE_RANK"; exit 14'
+
+
+def slurm(tmp_path, *arguments, srun=SRUN):
     """run.sub within a job of two nodes, with stand-ins for Slurm's commands."""
     for name, text in {
         "scontrol": "printf 'n07\\nn11\\n'",
-        "srun": 'echo "$MASTER_ADDR $MASTER_PORT $* NODE_RANK=$NODE_RANK"; exit 14',
+        "srun": srun,
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -775,6 +780,13 @@ def test_the_first_host_is_node_0_and_the_exit_code_is_sruns(tmp_path):
         done.stderr
     )
     assert done.stdout.endswith("NODE_RANK=\n"), "else all nodes would be node 0"
+
+
+def test_the_signal_before_the_time_limit_reaches_srun(tmp_path):
+    text = (ROOT / "run.sub").read_text()
+    assert "#SBATCH --signal=B:USR1@" in text, "B: only the batch shell gets it"
+    done = slurm(tmp_path, "llama31_8b", srun="echo $PPID")
+    assert done.stdout.split() == [str(os.getpid())], "srun must have taken the shell's place"
 
 
 def test_slurm_needs_a_job(tmp_path):

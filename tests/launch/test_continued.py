@@ -135,6 +135,12 @@ def test_the_facts_are_read_once(before, log_dir, tmp_path, auto):
     ensure_data(replace(data, continues=found.continues))
 
 
+def test_the_grace_time_is_for_runs_that_save():
+    assert job(checkpoint="60s", grace=90.0).grace_s == 90
+    with pytest.raises(ConfigError, match="--grace without --checkpoint"):
+        job(grace=90.0)
+
+
 def test_options_that_cannot_be_are_refused_before_that():
     with pytest.raises(ConfigError, match="--checkpoint"):
         job(checkpoint="often")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import tomllib
@@ -745,3 +746,17 @@ def test_rich_is_installed_first_where_it_is_missing(tmp_path, pip, monkeypatch)
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     assert [found[-1] for found in pip.lists] == ["no-tool==1.0", "no-such-package==1.0"]
     assert sys.path[-1] == str(tmp_path / ".venv/lib" / PYTHON / "site-packages")
+
+
+def test_packages_that_pythonpath_replaces(tmp_path):
+    for name in ("torch", "numpy", "of_the_user"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "numpy-2.1.3.dist-info").mkdir()
+    (tmp_path / "numpy-2.1.3.dist-info/METADATA").write_text("Name: numpy\nVersion: 2.1.3\n")
+    (tmp_path / "pyarrow").mkdir()  # no module
+    own = sysconfig.get_path("purelib")
+    path = os.pathsep.join([str(ROOT), own, "", str(tmp_path)])
+    replaced = environment.replaced_packages({"PYTHONPATH": path})
+    assert replaced == ["torch of unknown version", "numpy 2.1.3"]
+    assert environment.replaced_packages({"PYTHONPATH": own}) == []

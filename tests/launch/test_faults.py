@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from common.paths import ROOT
+from common.training.continuation import newest
 from llama31_8b.rules import MINIATURE
 
 SMALL = ("global_batch_size=4", "micro_batch_size=2", "max_samples=4096")
@@ -241,6 +242,21 @@ def test_signal_while_training(tmp_path, data, number, code):
     run.process.send_signal(number)
     expect(run, code, "interrupted", status="aborted")
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.slow
+def test_a_signal_before_a_time_limit_saves_the_next_step(tmp_path, data):
+    """SIGUSR1 as from sbatch --signal, long before the interval of --checkpoint ends."""
+    arguments = ("--checkpoint", "9999s", "--grace", "90", "--continue", "auto")
+    run = Started(tmp_path, data, arguments=arguments, ranks=2)
+    run.wait_for_step(3, ranks=2)
+    run.process.send_signal(signal.SIGUSR1)
+    failure = expect(run, 138, "interrupted", "--continue", status="aborted")
+    assert "signal 10" in failure["what"]
+    saved = newest(run.run_dir).facts["step"]
+    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    assert saved >= 3 and saved == max(each.get("step", 0) for each in events)
+    assert any(event["event"] == "checkpoint" for event in events)
 
 
 def test_rank_that_dies_is_named(tmp_path, data):

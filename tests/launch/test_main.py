@@ -324,6 +324,52 @@ def test_killing_the_launcher_leaves_nothing_behind(project_with_torchrun, tmp_p
     assert diagnosis.read_result(run_dir / "result.txt").status == "aborted"
 
 
+MLFLOW = """
+import os
+from unittest import mock
+entities = mock.Mock()
+
+class MlflowClient(mock.MagicMock):
+    def set_terminated(self, run, status="FINISHED"):
+        open(os.environ["STATUS"], "w").write(status)
+"""
+
+
+def test_the_locale_does_not_matter(project, tmp_path):
+    text = (project / "configs/toy/CPU_1x1.toml").read_text()
+    (tmp_path / "own.toml").write_text("# größer\n" + text, encoding="utf-8")
+    arguments = ("--config", str(tmp_path / "own.toml"), "--print")
+    code, out, err = finish(launch(project, tmp_path, *arguments, LC_ALL="C", PYTHONUTF8="0"))
+    assert code == 0 and out, err
+
+
+@pytest.mark.parametrize("path", [":", "{}:", ":{}", "{}::{}"])
+def test_an_empty_path_in_pythonpath_is_not_the_current_directory(project, tmp_path, path):
+    (tmp_path / "random.py").write_text("raise SystemExit('of the current directory')")
+    (tmp_path / "empty").mkdir()
+    variables = {"PYTHONPATH": path.format(tmp_path / "empty", tmp_path / "empty")}
+    code, _, err = finish(launch(project, tmp_path, "--print", **variables))
+    assert code == 0, err
+
+
+def test_packages_of_pythonpath_are_named(project_with_torchrun, tmp_path):
+    others = tmp_path / "others"
+    for name in ("torch", "pytest"):  # pytest is all that the toy's requirements.txt names
+        (others / name).mkdir(parents=True)
+        (others / name / "__init__.py").write_text("raise ImportError('libcudart.so.11.0')")
+    process = launch(project_with_torchrun, tmp_path, TOY="good", PYTHONPATH=str(others))
+    code, _, err = finish(process)
+    assert code == 18 and f"({others})" in err, err
+    assert "PYTHONPATH replaces installed packages: pytest" in err
+
+
+def test_a_tracker_gets_the_outcome(project, tmp_path):
+    (tmp_path / "mlflow.py").write_text(MLFLOW)
+    variables = {"PYTHONPATH": str(tmp_path), "STATUS": str(tmp_path / "status")}
+    code, _, err = finish(launch(project, tmp_path, "--track", "mlflow", TOY="fail", **variables))
+    assert code == 1 and (tmp_path / "status").read_text() == "FAILED", err
+
+
 def test_sigterm_to_the_launcher(project_with_torchrun, tmp_path):
     process = launch(project_with_torchrun, tmp_path, TOY="wait")
     wait_until(lambda: list(tmp_path.glob("out/toy/*/waiting_0")))

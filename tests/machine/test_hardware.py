@@ -237,6 +237,12 @@ def test_nvidia_smi_and_visible_devices(tmp_path, value, count):
     assert found.driver == "580.95.05"
 
 
+def test_cuda_numbers_gpus_as_nvidia_smi_does(tmp_path):
+    assert len(smi_says(tmp_path, SMI, CUDA_DEVICE_ORDER="PCI_BUS_ID").devices) == 4
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_ORDER=FASTEST_FIRST"):
+        smi_says(tmp_path, SMI, CUDA_DEVICE_ORDER="FASTEST_FIRST")
+
+
 def test_nvidia_smi_with_mig(tmp_path):
     found = smi_says(tmp_path, SMI.replace("Disabled", "Enabled"))
     with pytest.raises(PreflightError, match="MIG"):

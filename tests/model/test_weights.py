@@ -466,6 +466,24 @@ def test_damage_is_named_before_anything_is_copied(copy, kind, tmp_path, monkeyp
     assert not (tmp_path / "marker").exists()
 
 
+def test_the_names_that_the_files_have_instead_are_told(copy):
+    def wrap(tensors):
+        for name in list(tensors):
+            tensors[f"_orig_mod.{name}"] = tensors.pop(name)
+
+    change_tensors(copy, wrap)
+    with pytest.raises(WeightsError, match="tensors are missing") as caught:
+        load_base(model_of(), copy)
+    assert "_orig_mod." in caught.value.why
+
+
+def test_a_home_directory_is_not_expanded(tmp_path):
+    (tmp_path / "~/base").mkdir(parents=True)
+    with pytest.raises(WeightsError, match="safetensors files") as caught:
+        load_base(model_of(), tmp_path / "~/base")
+    assert "~ is not expanded" in caught.value.why
+
+
 def test_a_flipped_byte_is_found_with_a_manifest(stored, copy, tmp_path):
     manifest_for(copy, tmp_path / "m.json")
     load_base(model_of(), copy, tmp_path / "m.json")

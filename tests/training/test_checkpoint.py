@@ -28,6 +28,7 @@ from common.training.continuation import (
     DATA_FILES,
     FACTS,
     PARTIAL_SUFFIX,
+    STOP_REQUEST,
     CheckpointInterval,
     data_record,
     newest,
@@ -209,6 +210,29 @@ def test_one_rank_continues_bit_for_bit_and_saving_changes_nothing(processes, tm
         all(plain[key] == whole[key] for key in ("losses", "norms", "evaluations"))
         and not (tmp_path / "plain" / CHECKPOINTS_FOLDER).exists()
     )
+
+
+@pytest.mark.parametrize("steps", [1, 3])  # without an evaluation, and after one
+def test_a_run_that_is_asked_to_stop_saves_the_next_step(processes, tmp_path, monkeypatch, steps):
+    def request_after(self, step, evaluated):
+        if step == steps:
+            (self.run.run_dir / STOP_REQUEST).touch()
+
+    monkeypatch.setattr(Checkpoints, "offer", request_after)
+    if steps == 1:  # `offer` is called at logged steps only
+        request = tmp_path / "stopped" / STOP_REQUEST
+        request.parent.mkdir(parents=True)
+        request.touch()
+    write_data(tmp_path / "data")
+    ended = run(tmp_path / "stopped", tmp_path / "data", TINY, **SIZES, checkpoint="600s")
+    assert ended.error == "interrupted", ended.message
+    assert newest(tmp_path / "stopped").facts["step"] == steps
+    before = values(tmp_path / "stopped")
+    whole = trained(tmp_path / "whole", tmp_path)
+    rest = trained(tmp_path / "on", tmp_path, continues=tmp_path / "stopped")
+    assert len(before["losses"]) == steps
+    assert before["losses"] + rest["losses"] == whole["losses"]
+    assert before["evaluations"] + rest["evaluations"] == whole["evaluations"]
 
 
 def test_two_ranks_continue_bit_for_bit(shared):

@@ -30,7 +30,8 @@ TIMED_OUT = 124  # exit code of timeout(1)
 SHELL = """
 read -r _ || {{ echo 'error: no stdin (write kubectl exec -i)' >&2; exit 1; }}
 cd {root} || exit 1
-export PYTHONSAFEPATH=1 PYTHONPATH={root}"${{PYTHONPATH:+:$PYTHONPATH}}"
+export PYTHONUTF8=1 PYTHONSAFEPATH=1 CUDA_DEVICE_ORDER="${{CUDA_DEVICE_ORDER:-PCI_BUS_ID}}"
+export PYTHONPATH={root}"$(printf %s ":$PYTHONPATH" | tr -s : | sed 's/:$//')"
 exec 3<&0
 timeout {limit_s:.0f} env {command} </dev/null 3<&- &
 pid=$!

@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sqlite3
 import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from synthetic_run import start, write_good
 
-from common.errors import ConfigError, PreflightError
+from common.errors import ConfigError, Interrupted, PreflightError, RankLost, TargetMissed
 from common.paths import ROOT
+from common.records import run_states, trackers
 from common.records import tracking as run_points
 from common.records.trackers import STEP, TRACKERS
+from launch import diagnosis
 from launch.monitor import tracking
 from submission import report
 
@@ -51,8 +56,8 @@ class StandIn:
         if os.environ.get("STANDIN") == "refuses":
             raise ConnectionRefusedError("no server")
         _write(self.run_dir, [axis, position, values])
-    def finish(self):
-        _write(self.run_dir, ["finished"])
+    def finish(self, state, outcome):
+        _write(self.run_dir, ["finished", state, outcome])
 
 from common.records import trackers
 trackers.TRACKERS["trackio"] = StandIn
@@ -119,8 +124,35 @@ def test_a_run_is_followed_while_it_writes(run_dir, standin, capsys):
     records = written(run_dir)
     assert records[0][1]["config.gpu"] == "H200"
     assert [STEP, 3, {"step/loss": 5.5}] in records
-    assert records[-1] == ["finished"]
+    assert records[-1][0] == "finished"
     assert capsys.readouterr().err == ""
+
+
+FAILURES = [
+    (TargetMissed("loss 7.5", "", ""), "FAILED"),
+    (Interrupted(signal.SIGUSR1), "KILLED"),
+    (RankLost("rank 1 died", "", ""), "FAILED"),
+    (None, "FINISHED"),
+]
+
+
+@pytest.mark.parametrize(("failure", "status"), FAILURES)
+def test_the_outcome_is_known_when_tracking_ends(run_dir, standin, failure, status):
+    if failure:
+        start(run_dir / "result.txt").abort(0)
+    else:
+        write_good(run_dir / "result.txt")
+    with tracking.tracked(run_dir, ["trackio"]):
+        if failure:
+            diagnosis.write_failure(run_dir, failure, {})
+    _, state, outcome = written(run_dir)[-1]
+    assert state == (failure.kind if failure else run_states.GOOD)
+    assert failure is None or failure.what in outcome
+    client = mock.Mock()
+    mlflow = trackers.MLflow.__new__(trackers.MLflow)
+    mlflow.client, mlflow.id = client, "7"
+    mlflow.finish(state, outcome)
+    client.set_terminated.assert_called_once_with("7", status)
 
 
 def test_a_tracker_that_refuses_costs_a_note(run_dir, standin, monkeypatch, capsys):

@@ -10,7 +10,13 @@ import pytest
 from common.machine import gpu_stats
 from common.machine.hardware import Device, Probe
 from common.paths import ROOT
-from launch.processes.ranks import cpus_of_ranks, format_cpu_list, parse_cpu_list, ranks_command
+from launch.processes.ranks import (
+    cpus_of_ranks,
+    format_cpu_list,
+    parse_cpu_list,
+    rank_environment,
+    ranks_command,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -125,6 +131,10 @@ def test_amd_cards_are_devices_in_sys_themselves(tmp_path, allowed):
     folders = [tmp_path / f"bus/pci/devices/0000:{gpu + 10:02x}:00.0" for gpu in range(2)]
     cards = tuple(Device("MI300X", "gfx942", 2**37, address=str(folder)) for folder in folders)
     assert cpus_of_ranks(Probe("amd", cards), 2, host.sysfs) == ("16-31", "0-15")
+
+
+def test_a_rank_numbers_gpus_as_nvidia_smi_does():
+    assert rank_environment({}, {}, 1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 @pytest.mark.parametrize("cpulist", ["0", "0-3", "0-3,8", "1,3,5-7"])

@@ -10,8 +10,9 @@ import time
 import pytest
 from toy import alive
 
+from common.errors import STOP_SIGNALS
 from launch.processes import supervise
-from launch.processes.supervise import HangWatch
+from launch.processes.supervise import Grace, HangWatch
 
 pytestmark = pytest.mark.quick
 
@@ -57,9 +58,8 @@ def test_end_by_itself(tmp_path):
     assert start(tmp_path, "sys.exit(3 * rank)", ranks=2) == supervise.Ending(3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on_and_stubborn_ranks_are_killed(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(supervise, "GRACE_S", 0.5)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_signals_are_passed_on_and_stubborn_ranks_are_killed(tmp_path, number):
     script = f"""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill({os.getpid()}, {int(number)})
@@ -70,10 +70,53 @@ def test_signals_are_passed_on_and_stubborn_ranks_are_killed(tmp_path, monkeypat
         time.monotonic(),
         signal.getsignal(signal.SIGTERM),
     )
-    ending = start(tmp_path, script)
+    ending = start(tmp_path, script, grace=Grace(0.5))
     assert ending.signal_number == number
     assert time.monotonic() - began < 8 and not alive(tmp_path)
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ranks_that_save_in_time_get_no_sigterm(tmp_path, saves):
+    script = f"""
+        os.kill({os.getpid()}, signal.SIGUSR1)
+        while not os.path.exists("{tmp_path}/save"):
+            time.sleep(0.02)
+        time.sleep(0.2 if {saves} else 60)
+        sys.exit(5)
+    """
+
+    def save():
+        (tmp_path / "save").touch()
+        return True
+
+    ending = start(tmp_path, script, grace=Grace(30.0 if saves else 1.0, save))
+    assert ending.signal_number == signal.SIGUSR1
+    assert (ending.returncode == 5) == saves and not alive(tmp_path)
+
+
+def test_a_second_signal_ends_a_save_at_once(tmp_path):
+    def save():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return True
+
+    script = f"""
+        os.kill({os.getpid()}, signal.SIGUSR1)
+        time.sleep(60)
+    """
+    began = time.monotonic()
+    start(tmp_path, script, grace=Grace(60.0, save))
+    assert time.monotonic() - began < 20 and not alive(tmp_path)
+
+
+def test_signals_of_a_batch_system_to_all_processes_end_only_the_launcher(tmp_path):
+    script = """
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+            os.kill(os.getppid(), number)
+            os.kill(os.getpid(), number)
+        time.sleep(0.2)
+    """
+    assert start(tmp_path, script) == supervise.Ending(0)
 
 
 def test_the_rank_furthest_behind_is_named(tmp_path):
