@@ -120,7 +120,7 @@ def test_versions_json_records_the_variables_that_settings_md_promises(project, 
             others[name] = "hf_secret"
     assert len(recorded) > 40 and len(others) > 8
     recorded |= {"ATTENTION_ENGINE": "sdpa", "MATMUL_ENGINE": "torch", "SWIGLU_ENGINE": "kernel"}
-    recorded |= {"GPU_KIND": "H200", "ZERO_STREAM_PRIORITY": "0"}
+    recorded |= {"GPU_KIND": "H200", "ZERO_STREAM_PRIORITY": "0", "GLOO_SOCKET_IFNAME": "lo"}
     recorded |= {"NCCL_DEBUG_FILE": "/f", "TRITON_CACHE_DIR": "/t"}
     recorded |= {name: "-1" for name in recorded if name.endswith("_VISIBLE_DEVICES")}
     code, _, err = finish(launch(project, tmp_path, TOY="good", **recorded, **others))
