@@ -169,10 +169,9 @@ def test_a_damaged_header_is_named_by_the_counts(tmp_path, kind):
 def test_the_counts_do_not_open_the_tokens(tmp_path, monkeypatch, vocab_size):
     write(tmp_path / "p", vocab_size=vocab_size)  # 3, 1 and 5 tokens
     opened = []
-    path_type = type(tmp_path)
-    original = path_type.open
+    original = os.open
     monkeypatch.setattr(
-        path_type, "open", lambda path, mode: opened.append(path) or original(path, mode)
+        os, "open", lambda path, flags: opened.append(path) or original(path, flags)
     )
     assert [stored_sequences(tmp_path / "p", length) for length in (1, 4, 8, 9)] == [8, 2, 1, 0]
     assert [stored_documents(tmp_path / "p", limit) for limit in (1, 2, 3)] == [1, 2, 2]

@@ -147,7 +147,8 @@ def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, 
         and '"samples_count": 1152' not in text
     )
     assert [closed_verdict(log, ruleset).passed for ruleset in CLOSED_RULESETS] == [True] * 3
-    assert examine(log, project_root=ROOT).findings == ()
+    found = examine(log, project_root=ROOT).findings
+    assert [each.rule for each in found] == ["batch"] and found[0].severity == "note", "one rank"
 
 
 def test_no_data_file_is_opened_before_the_clock(tmp_path, processes, monkeypatch):

@@ -186,9 +186,7 @@ def test_damaged_checkpoints_are_refused_or_load_the_saved_values(processes, tmp
         run = tmp_path / f"damaged_{number}"
         shutil.copytree(tmp_path / "run", run)
         how = damaged(chance, newest(run)[0])
-        loading = checkpoints_of(
-            processes, tmp_path / f"on_{number}", checkpoint=None, continues=run
-        )
+        loading = checkpoints_of(processes, tmp_path / f"on_{number}", continues=run)
         try:
             assert loading.load() == 2, how
             assert all(

@@ -672,6 +672,7 @@ def test_what_only_concerns_speed_may_change(copied):
     assert run_config().__dataclass_fields__.keys() > continuation.MAY_DIFFER - {
         "frozen_base",
         "offload_layers",
+        "transposed_layers",
     }
 
 
