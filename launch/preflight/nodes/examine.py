@@ -73,18 +73,10 @@ class NodesCheck:
 
     def ask(self) -> None:
         """Run `preflight --json` on all nodes, and keep the answer and the rows of each."""
-        options = self.options
-        arguments = ["-m", "launch.preflight", *filter(None, [options.benchmark]), "--json"]
-        if options.config:
-            arguments += ["--config", str(Path(options.config).absolute())]
-        if options.device:
-            arguments += ["--device", options.device]
-        if options.gpu_kind:
-            arguments += ["--gpu-kind", options.gpu_kind]
-        flags = {"--quick": options.quick, "--miniature": options.miniature}
-        arguments += [flag for flag, is_set in flags.items() if is_set]
+        benchmark = filter(None, [self.options.benchmark])
+        arguments = ["-m", "launch.preflight", *benchmark, "--json", *self._options_of_a_node()]
         sent = {name: text for name, text in self.environment.items() if name in SENT_VARIABLES}
-        limit_s = options.deadline
+        limit_s = self.options.deadline
         inform(f"nodes      checking {len(self.rows)}, each for at most {limit_s:.0f} s ...")
         commands = {
             node: command_on(node, self.launcher, arguments, sent, limit_s) for node in self.rows
@@ -211,6 +203,15 @@ class NodesCheck:
             rows.append(replace(row, check=f"{row.check} ({where})"))
         return table([*rows, *self.network])
 
+    def _options_of_a_node(self) -> list[str]:
+        """Return the options of this command that each node's `preflight` gets."""
+        options = self.options
+        config = options.config and Path(options.config).absolute()
+        values = {"--config": config, "--device": options.device, "--gpu-kind": options.gpu_kind}
+        flags = {"--quick": options.quick, "--miniature": options.miniature}
+        words = [text for name, value in values.items() if value for text in (name, str(value))]
+        return words + [flag for flag, is_set in flags.items() if is_set]
+
     def require_pass(self) -> None:
         """Raise PreflightError if a node or the network fails."""
         passing = self.passing()
@@ -221,7 +222,7 @@ class NodesCheck:
             words = ["./run_and_time.sh", *filter(None, [self.options.benchmark]), "preflight"]
             if self.options.launcher:
                 words += ["--launcher", self.options.launcher]
-            words += ["--nodes", ",".join(passing)]
+            words += ["--nodes", ",".join(passing), *self._options_of_a_node()]
             do += f"; to go on without the nodes that fail: {shlex.join(words)}"
         if failing:
             raise PreflightError(

@@ -295,12 +295,12 @@ def test_a_node_that_does_not_answer_is_named_with_the_command_without_it(tmp_pa
     )
     script = '[ "$node" = b ] && { echo "no route to host" >&2; exit 255; }\n'
     script += f'case "$*" in *all_reduce*) exit 3;; esac\nexec cat {tmp_path}/answer'
-    options = ["--nodes", "a,b,c", "--launcher", launcher(tmp_path, script)]
+    options = ["--nodes", "a,b,c", "--launcher", launcher(tmp_path, script), "--quick"]
     assert preflight_command.main(options) == 18
     printed = capsys.readouterr()
     lines = [line for line in printed.out.splitlines() if "answer (b)" in line]
     assert lines[0].startswith("refuse") and "no route to host" in lines[0]
-    assert "--nodes a,c" in printed.err and "error: not ready: b" in printed.err
+    assert "--nodes a,c --quick" in printed.err and "error: not ready: b" in printed.err
     # The all-reduce on the other two fails, and says where.
     assert "all-reduce (a, c)" in printed.out and "exit code 3" in printed.out
 
