@@ -79,6 +79,7 @@ def without(key: str) -> str:
         (LINE.replace("17", '"17"'), "wrong type"),
         (LINE.replace("17", "NaN"), "wrong type"),
         (LINE.replace('"seed"', "[1]"), "wrong type"),
+        (LINE.replace('"seed"', '"se\\u0065d"'), "escapes"),
     ],
 )
 def test_a_line_that_holds_no_record_is_named_with_its_reason_and_the_others_are_read(
