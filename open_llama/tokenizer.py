@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data import corpus
-from common.errors import ConfigError, DataError, RunError, first_line, listed
+from common.errors import ConfigError, DataError, first_line, listed
 from common.model.families import TOKENS
 from common.paths import open_regular
 from common.training.continuation import data_record
@@ -62,18 +62,14 @@ def load_tokenizer(path: Path, eos: str = "", control_tokens: bool = False) -> T
     files beside it add, and ConfigError if the end-of-text token is unknown.
     """
     path = tokenizer_file(path)
-    try:
+    with corpus.damage_named(
+        lambda error: f"{path}: cannot be used: {type(error).__name__}: {first_line(error)[:200]}",
+        "its rules are damaged or contradict each other",
+        "use the model's own tokenizer",
+    ):
         if path.suffix == ".json":
             return _tokenizer_json(path, eos, control_tokens)
         return _sentencepiece(path, eos)
-    except (RunError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # damaged rules raise anything, and a panic is no Exception
-        raise DataError(
-            f"{path}: cannot be used: {type(error).__name__}: {first_line(error)[:200]}",
-            "its rules are damaged or contradict each other",
-            "use the model's own tokenizer",
-        ) from error
 
 
 def tokenizer_file(path: Path) -> Path:

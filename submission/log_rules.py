@@ -401,7 +401,8 @@ def seed_identity(event: Event) -> tuple | None:
     """
     metadata = event.metadata
     try:
-        identity = (metadata["file"], metadata["lineno"], int(event.value))  # type: ignore[call-overload]
+        number = int(event.value)  # type: ignore[call-overload]
+        identity = (metadata["file"], metadata["lineno"], number)
         hash(identity)  # a list cannot be compared
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

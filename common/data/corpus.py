@@ -22,7 +22,8 @@ import re
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,20 @@ def load_sentencepiece(path: Path) -> Any:
         ) from error
 
 
+@contextmanager
+def damage_named(what: Callable[[BaseException], str], why: str, do: str) -> Iterator[None]:
+    """Raise DataError for any error of a library that reads a tokenizer.
+
+    `what`: returns the first line of the DataError. Errors of this project pass unchanged.
+    """
+    try:
+        yield
+    except (RunError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # damaged rules raise anything, and a panic is no Exception
+        raise DataError(what(error), why, do) from error
+
+
 def load_tokenizer_json(path: Path) -> Any:
     """Return the tokenizer at `path`, a `tokenizers.Tokenizer` without truncation and padding.
 
@@ -195,16 +210,12 @@ def load_tokenizer_json(path: Path) -> Any:
     except ImportError as error:
         why = "the package tokenizers, which reads it, cannot be imported"
         raise ConfigError(f"{path}: {error}", why, pip_install("tokenizers")) from error
-    try:
+    with damage_named(
+        lambda error: f"{path}: expected a tokenizer.json: {first_line(error)}",
+        "it is missing, damaged, or another file of that name",
+        "fetch the model's tokenizer.json again",
+    ):
         tokenizer = Tokenizer.from_file(str(path))
-    except (RunError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the package raises Exception, and a panic is not one
-        raise DataError(
-            f"{path}: expected a tokenizer.json: {first_line(error)}",
-            "it is missing, damaged, or another file of that name",
-            "fetch the model's tokenizer.json again",
-        ) from error
     tokenizer.no_truncation()  # truncation and padding may be stored in the file
     tokenizer.no_padding()
     return tokenizer
