@@ -1,9 +1,11 @@
 """Limits of `throughput suite --against` from repeated suites."""
 
 import json
+from collections.abc import Iterable
 
 import pytest
 
+from common.paths import ROOT
 from tests.tools import suite_limits
 from throughput import baseline
 from throughput.baseline import Baseline, BaselineRow
@@ -63,3 +65,31 @@ def test_what_it_writes_is_a_baseline_with_limits(tmp_path, monkeypatch):
     assert "card 98.0" in written.source and "card 98.0" in json.loads(limits.read_text())["source"]
     entry = baseline.limit_of(written.rows[0], baseline.read_limits())
     assert entry == 0.04
+
+
+SUITES = ROOT / "tests/throughput/suites"  # one H200, 2026-11-29: alone, and beside slow_gpu 0.1
+
+
+def below(rows: Iterable[BaselineRow]) -> list[str]:
+    """Return the tables of the rows below the shipped H200 baseline and its limits."""
+    limits = baseline.read_limits()
+    shipped = baseline.read(baseline.BASELINES / "H200.json").rows
+    known = {suite_limits.key_of(row): row.value for row in shipped}
+    tables = []
+    for row in rows:
+        limit = baseline.limit_of(row, limits)
+        reference = known.get(suite_limits.key_of(row))
+        if limit is not None and reference and row.value < reference * (1 - limit):
+            tables.append(row.table)
+    return tables
+
+
+def test_the_shipped_limits_tell_a_healthy_gpu_from_one_that_was_slowed_for_real():
+    healthy = baseline.read(SUITES / "healthy_H200.json")
+    slowed = baseline.read(SUITES / "slowed_H200.json")
+    assert below(healthy.rows) == []
+    assert {"llama", "gpt", "flux"} <= set(below(slowed.rows))
+    shipped = baseline.read(baseline.BASELINES / "H200.json")
+    for one in (healthy, shipped):
+        alike = suite_limits.slowed_alike(one, healthy.rows, slowed)
+        assert {"llama", "gpt", "flux"} <= set(below(alike.rows))
