@@ -84,7 +84,10 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
     training = finetuning if rules.lora_rank else pretraining
     processes = start_processes(
-        args.device, config.hang_timeout_s, high_priority_compute(config, rules)
+        args.device,
+        config.hang_timeout_s,
+        high_priority_compute(config, rules),
+        config.context_parallel,
     )
     require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
