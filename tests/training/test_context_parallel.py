@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from fp64_llama import sequence_losses
@@ -18,7 +17,7 @@ from common.kernels.lora import Dropout, keep_mask
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.lora import adapter_parameters
-from common.sharding.context_parallel import ContextGroup, context_group
+from common.sharding.context_parallel import context_group
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly, Batching
 from common.training.finetuning import assemble_lora
@@ -204,7 +203,9 @@ def truth(name: str, size: int, seeds_of_ranks: list[torch.Tensor]) -> dict:
         init_weights(model, shape.num_layers, SEED, rules.init_std, copy_weight)
         weights = {key: parameter.detach() for key, parameter in model.named_parameters()}
         trained = list(weights)
-    leaves = {key: weight.double().requires_grad_(key in trained) for key, weight in weights.items()}
+    leaves = {
+        key: weight.double().requires_grad_(key in trained) for key, weight in weights.items()
+    }
     whole = sequences(shape.vocab_size, rules.sequence_length)
     scale = rules.lora_alpha / rules.lora_rank if rules.lora_rank else 0.0
     groups = RANKS // size
