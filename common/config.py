@@ -80,6 +80,8 @@ class RunConfig:
             f"choose one of {', '.join(FORMATS)}",
         )
         self._require_valid_environment()
+        if self.gpu == ANY_GPU and self.gpus_per_node % self.context_parallel:
+            return  # the number of GPUs is not known yet
         self.require(
             self.gpus_per_node % self.context_parallel == 0,
             "context_parallel",

@@ -239,6 +239,8 @@ def bench_line(
         )
     layers = model.shape.num_layers
     batch = f"{config.micro_batch_size} x {config.gradient_accumulation_steps}"
+    if config.context_parallel > 1:
+        batch += f" / {config.context_parallel}"
     device = "GPU" if processes.device.type == "cuda" else "process"
     return (
         f"BENCH {args.benchmark} {Path(args.config).stem} {precision_of(config)}, {layers} layers, "

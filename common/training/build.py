@@ -43,6 +43,7 @@ def build(
     `before_each_pass`: functions that are called before each forward, of a micro-batch or of an
         evaluation. Their argument is whether the model trains.
     """
+    config.require_chunks(sequence_length)
     with torch.device("meta"), default_dtype(DTYPES[config.precision]):
         blocks, head = make_layers()
         model = Llama(shape, sequence_length, blocks, head, processes.context)

@@ -138,6 +138,10 @@ def _about_rules(benchmark: str, config: RunConfig) -> list[Objection]:
             f"set it to {rules.eval_samples:,} or less",
         )
         objections.append(Objection(RULES, error))
+    try:
+        config.require_chunks(rules.sequence_length)
+    except ConfigError as error:
+        objections.append(Objection(RULES, error))
     first = rules.first_evaluation(config.global_batch_size)
     if config.max_samples < first:
         error = config.unusable(
