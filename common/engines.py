@@ -52,8 +52,6 @@ class Engine:
     # Architectures on which it is before the built-in engine in the order. Elsewhere it is after.
     chosen_on: tuple[str, ...] = ()
     module: str = ""  # its module in common.kernels; "" for each operation's last, built-in engine
-    # Whether attention takes fewer queries than keys, with the causal mask aligned to the last key.
-    aligned: bool = False
     package: str = ""  # "" if it needs only torch and Triton
     oldest: str = ""  # oldest accepted version of the package
     because: str = ""  # reason for `oldest`
@@ -93,7 +91,6 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
             gpus=("sm_90",),
             chosen_on=("sm_90",),
             module="flash_attention_4",
-            aligned=True,
             package="flash-attn-4",
             oldest="4.0.0b10",
             because="older ones can corrupt dQ and dK (flash-attention#2481)",
@@ -104,14 +101,13 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
             gpus=INSTINCT,
             chosen_on=INSTINCT,
             module="aiter_attention",
-            aligned=True,
             package="amd-aiter",
             oldest="0.1.14.post1",
             because="older ones lack fixes of bf16 attention (aiter#4337)",
             install="python3 -m pip install git+https://github.com/ROCm/aiter@v0.1.14.post1",
             in_image="docker build -t llama-training --build-arg AITER=v0.1.14.post1 .",
         ),
-        replace(TRANSFORMER_ENGINE, chosen_on=INSTINCT, aligned=True),
+        replace(TRANSFORMER_ENGINE, chosen_on=INSTINCT),
         # sm_90 is listed to compare the engine with SDPA on an H200, where it is never faster.
         Engine(
             REPEATED_HEADS,
@@ -119,7 +115,7 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
             chosen_on=INSTINCT,
             module="repeated_heads_attention",
         ),
-        Engine(SDPA, gpus=(), aligned=True),
+        Engine(SDPA, gpus=()),
     ),
     PRODUCTS: (
         Engine("cublaslt", gpus=NVIDIA, chosen_on=NVIDIA, module="cublaslt"),
@@ -145,8 +141,6 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
 _rejected: dict[tuple[str, str], str] = {}
 # Operation -> name of the engine that this process uses unless one is pinned: result of `use`.
 _used: dict[str, str] = {}
-# Whether attention must be `aligned`: argument of `require_aligned`.
-_aligned_only = False
 # (operation, GPU, pin, used) -> choice of this process. GPU: "" for dtypes that only torch has.
 _chosen: dict[tuple[str, str, str, str], Choice] = {}
 
@@ -262,10 +256,6 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
 
 def _obstacle(operation: str, engine: Engine, gpu: str) -> Obstacle | None:
     """Return why the engine cannot be used, or None if it can."""
-    if operation == ATTENTION and _aligned_only and not engine.aligned:
-        return Obstacle(
-            "it cannot align the causal mask to the last key, as context_parallel needs"
-        )
     if engine.package:
         version = version_of(engine.package)
         if not version:
@@ -323,17 +313,6 @@ def use(operation: str, name: str) -> None:
     _used[operation] = name
 
 
-def require_aligned(required: bool) -> None:
-    """Choose only attention engines that are `aligned` in this process, if `required`.
-
-    The config key `context_parallel` requires it.
-    """
-    global _aligned_only
-    if required != _aligned_only:
-        _aligned_only = required
-        _chosen.clear()
-
-
 def used() -> dict[str, str]:
     """Return operation -> name of the engine, for the operations that the self-test has tested."""
     return dict(_used)
@@ -362,7 +341,6 @@ def forget() -> None:
     """Forget the choices of this process and the rejected engines."""
     _rejected.clear()
     _used.clear()
-    require_aligned(False)
     _chosen.clear()
 
 

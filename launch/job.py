@@ -173,7 +173,6 @@ class Job:
         gpu = self.gpus.devices[0].arch if on_gpus else ""
         environment = {**self.environment, **self.config.env}
         operations = engines.operations(self.config.linear_format.in_fp8)
-        engines.require_aligned(self.config.context_parallel > 1)
         return engines.choose_engines(gpu, environment, self.config.precision, operations)
 
     def pinning(self, pins: Mapping[str, str]) -> Job:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def require() -> None:
 
 
 class AiterKernels:
-    """AITER's forward and backward, for `PrefixAttention`."""
+    """AITER's forward and backward in bf16 (see `FlashKernels`)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Any]:
         import aiter
@@ -80,33 +81,6 @@ class AiterKernels:
         return gradients["dq"], gradients["dk"], gradients["dv"]
 
 
-KERNELS = AiterKernels()
-
-
-class AiterAttention(torch.autograd.Function):
-    """Causal attention in bf16, shaped like q.
-
-    `q`: [batch, sequence, heads, head_dim].
-    `k`, `v`: [batch, sequence, kv_heads, head_dim].
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse, _ = KERNELS.forward(q, k, v, causal=True)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return KERNELS.backward(d_out, ctx.saved_tensors, causal=True, further=None)
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention in bf16, shaped like q. The last query is aligned to the last key.
-
-    `q`: [batch, queries, heads, head_dim].
-    `k`, `v`: [batch, keys, kv_heads, head_dim].
-    """
-    if q.shape[1] != k.shape[1]:
-        return PrefixAttention.apply(KERNELS, q, k, v)
-    return AiterAttention.apply(q, k, v)
+# Attention in bf16, shaped like q. q: [batch, queries, heads, head_dim]; k, v: [batch, keys,
+# kv_heads, head_dim].
+causal_attention = partial(PrefixAttention.apply, AiterKernels())

@@ -87,7 +87,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     `q`: [batch, queries, heads, head_dim].
     `k`, `v`: [batch, keys, kv_heads, head_dim]. Fewer queries than keys are the last ones of the
-        sequence; engines that take them are `aligned` (common/engines.py).
+        sequence.
     """
     engine = attention_engine(q.device, q.dtype).engine
     if engine.module:

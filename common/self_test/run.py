@@ -68,7 +68,6 @@ def check_engines(
     fastest is used (engine_times.py). One whose checks fail is excluded in this process. A pinned
     engine and the last one of an operation are not excluded. Their bad results remain.
     """
-    engines.require_aligned(sizes.context_parallel > 1)
     result = SelfTestResult()
     draw = Draw(device)
     for operation in operations(sizes, device, result):

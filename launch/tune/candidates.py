@@ -228,7 +228,6 @@ def _engines(
 ) -> tuple[Value, ...]:
     """Return None, for the engine that is used without a pin, and the others that can be pinned."""
     variable = engines.VARIABLES[operation]
-    engines.require_aligned(base.context_parallel > 1)
     unpinned = {
         name: value for name, value in {**environment, **base.env}.items() if name != variable
     }

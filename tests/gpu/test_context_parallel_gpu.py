@@ -18,7 +18,7 @@ from signal_to_noise import sqnr_db
 from tiny import TINY
 
 from common import engines
-from common.engines import SDPA
+from common.engines import REPEATED_HEADS, SDPA
 from common.errors import ConfigError
 from common.kernels.attention import attention_backends, attention_engine, causal_attention
 from common.kernels.lora import Dropout
@@ -34,11 +34,11 @@ from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
 
 VARIABLE = engines.VARIABLES[engines.ATTENTION]
-ENGINES = [engine.name for engine in engines.ENGINES[engines.ATTENTION] if engine.aligned]
+ENGINES = [engine.name for engine in engines.ENGINES[engines.ATTENTION]]
 # Engines that compute a prefix apart (common/kernels/prefix_attention.py). Each value is then the
 # sum of two that were rounded to bf16, and rounded again. Independent roundings of two equal parts
 # and of their sum are twice the variance of one rounding, 3 dB.
-IN_PARTS = ("aiter", SDPA)
+IN_PARTS = ("aiter", REPEATED_HEADS, SDPA)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
