@@ -140,8 +140,8 @@ def _about_rules(benchmark: str, config: RunConfig) -> list[Objection]:
         objections.append(Objection(RULES, error))
     try:
         config.require_chunks(rules.sequence_length)
-    except ConfigError as error:
-        objections.append(Objection(RULES, error))
+    except ConfigError as not_divisible:
+        objections.append(Objection(RULES, not_divisible))
     first = rules.first_evaluation(config.global_batch_size)
     if config.max_samples < first:
         error = config.unusable(
