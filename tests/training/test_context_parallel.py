@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from unittest import mock
 
 import pytest
 import torch
 from fp64_llama import sequence_losses
 from ranks import call_on_ranks
-from tiny import drawn, fill, matrix
+from synthetic_run import records
+from tiny import drawn, facts, fill, matrix, run, run_config
 
 from common import config
+from common.errors import ConfigError
 from common.kernels.cross_entropy import IGNORE_INDEX
 from common.kernels.lora import Dropout, keep_mask
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.lora import adapter_parameters
+from common.records.mlperf_log import read
 from common.sharding.context_parallel import ContextGroup, context_group
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly, Batching
@@ -27,6 +31,8 @@ from common.training.pretraining import assemble_random
 from llama2_70b_lora import rules as lora
 from llama31_8b import rules as pretraining
 from open_llama import rules as open_llama
+from submission.examined_log import examine
+from submission.log_rules import wrong_batch
 
 RANKS = 4
 SIZES = (1, 2, 4)  # ranks that share a sequence
@@ -36,7 +42,6 @@ EVALUATED = 3  # not divisible by the ranks
 LORA_BASE = 0.05  # scale of the frozen matrices
 COMMON = {
     "gpu": "CPU",
-    "gpus_per_node": RANKS,
     "global_batch_size": SEQUENCES,
     "opt_base_learning_rate": 4e-3,
     "max_samples": 9_600,
@@ -51,8 +56,9 @@ MINIATURE = {
 CASES = ("llama31_8b", "llama2_70b_lora", "open_llama")
 
 
-def case_of(name: str, size: int):
-    """Return (config, rules) of a miniature with `size` ranks for each sequence."""
+def case_of(name: str, size: int, ranks: int = RANKS):
+    """Return (config, rules) of a miniature with `size` of `ranks` ranks for each sequence."""
+    sharing = {"context_parallel": size, "gpus_per_node": ranks}
     if name == "open_llama":
         table = COMMON | {
             "model": "open_llama/models/llama-10m.json",
@@ -64,18 +70,17 @@ def case_of(name: str, size: int):
             "weight_decay": 0.1,
             "gradient_clip_norm": 1.0,
         }
-        made = config.from_table(table | {"context_parallel": size}, open_llama.Config, "test")
+        made = config.from_table(table | sharing, open_llama.Config, "test")
         rules = open_llama.rules_of(made)
         # Also what only this benchmark's models have: norms of heads, a tied head.
         shape = replace(rules.shape, num_layers=2, qk_norm=True, tied_embedding=True)
         return made, replace(rules, shape=shape)
     if name == "llama2_70b_lora":
-        table = MINIATURE | {"opt_learning_rate_training_steps": 100, "context_parallel": size}
+        table = MINIATURE | {"opt_learning_rate_training_steps": 100} | sharing
         return config.from_table(table, lora.Config, "test"), lora.MINIATURE
     # Micro-batches of two sequences, as far as a rank has two.
     table = MINIATURE | {"opt_learning_rate_warmup_steps": 4, "micro_batch_size": min(size, 2)}
-    table["context_parallel"] = size
-    return config.from_table(table, pretraining.Config, "test"), pretraining.MINIATURE
+    return config.from_table(table | sharing, pretraining.Config, "test"), pretraining.MINIATURE
 
 
 def sharing(processes: Processes, size: int) -> Processes:
@@ -85,7 +90,7 @@ def sharing(processes: Processes, size: int) -> Processes:
 
 
 def assemble(name: str, processes: Processes) -> Assembly:
-    made, rules = case_of(name, processes.context.size)
+    made, rules = case_of(name, processes.context.size, processes.world_size)
     if not rules.lora_rank:
         return assemble_random(made, rules, processes, SEED)
 
@@ -163,11 +168,12 @@ def seed_by_sequence(model, processes: Processes) -> None:
 
     Each micro-batch has one sequence.
     """
-    passes = iter(range(SEQUENCES // processes.data_ranks))
-    first = processes.data_rank * SEQUENCES // processes.data_ranks
+    share = SEQUENCES // processes.data_ranks
+    passes = count()
 
     def start(*_) -> None:
-        torch.manual_seed(SEED + first + next(passes))
+        step, number = divmod(next(passes), share)
+        torch.manual_seed(SEED + step * SEQUENCES + processes.data_rank * share + number)
 
     model.blocks[0].register_forward_pre_hook(start)
 
@@ -180,17 +186,49 @@ def dropout_seeds(sequence: int, layers: int) -> list[torch.Tensor]:
 
 def on_ranks(processes: Processes, folder) -> dict:
     """Be one of the ranks of the tests below."""
-    return {
+    results = {
         f"{name} {size}": one_step(sharing(processes, size), name)
         for name in CASES
         for size in SIZES
     }
+    for begins, ends in CONTINUED:
+        run_and_continue(folder, begins, ends)
+    return results
+
+
+# Ranks that share a sequence in a run, and in the run that continues it.
+CONTINUED = ((1, 4), (4, 1), (2, 2))
+
+
+def run_and_continue(folder, begins: int, ends: int) -> None:
+    """Train 12 steps with a checkpoint after 8, and continue from it in another run."""
+    options = {"gpus_per_node": RANKS, "micro_batch_size": 2, "eval_micro_batch_size": 2}
+    run(
+        folder / f"{begins} whole {ends}",
+        folder / "data",
+        checkpoint="2",
+        context_parallel=begins,
+        **options,
+    )
+    run(
+        folder / f"{begins} then {ends}",
+        folder / "data",
+        continues=folder / f"{begins} whole {ends}",
+        context_parallel=ends,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory):
+def folder(tmp_path_factory, tiny_data):
+    made = tmp_path_factory.mktemp("context")
+    (made / "data").symlink_to(tiny_data)
+    return made
+
+
+@pytest.fixture(scope="module")
+def steps(folder):
     """Return, by rank, one step of each case for each number of ranks that share a sequence."""
-    folder = tmp_path_factory.mktemp("context")
     return call_on_ranks(RANKS, "test_context_parallel:on_ranks", folder)
 
 
@@ -304,6 +342,60 @@ def test_all_ranks_have_the_same_result(steps, name):
             assert other["evaluation"] == first["evaluation"]
 
 
+def test_a_run_continues_with_another_number_of_ranks_for_a_sequence(steps, folder):
+    alone = facts(folder / "1 whole 4")
+    assert len(alone.losses) == 12
+    for begins, ends in CONTINUED:
+        whole = facts(folder / f"{begins} whole {ends}")
+        rest = facts(folder / f"{begins} then {ends}")
+        # The same sums in another order, amplified by 12 steps (tests/training/test_loop.py).
+        tolerance = 0 if begins == ends else 1e-5
+        assert rest.losses == pytest.approx(whole.losses[8:], rel=tolerance, abs=0)
+        assert rest.norms == pytest.approx(whole.norms[8:], rel=tolerance, abs=0)
+        assert whole.losses == pytest.approx(alone.losses, rel=1e-5)
+        assert dict(whole.evaluations) == pytest.approx(dict(alone.evaluations), rel=1e-5)
+
+
+def test_the_log_of_shared_sequences_is_clean_and_names_their_ranks(steps, folder):
+    path = folder / "4 whole 1" / "result.txt"
+    values = {record["key"]: record["value"] for record in records(path)}
+    assert values["context_parallelism"] == 4
+    assert values["tensor_parallelism"] == 1
+    assert values["micro_batch_size"] * values["gradient_accumulation_steps"] == 8
+    assert {found.rule for found in examine(path).errors()} == {
+        found.rule for found in examine(folder / "1 whole 4" / "result.txt").errors()
+    }
+    # The rule needs the number of GPUs, which the launcher writes.
+    made = run_config(gpus_per_node=RANKS, context_parallel=4, micro_batch_size=2)
+    (path.parent / "config.toml").write_text(made.as_toml())
+    assert not list(wrong_batch(read(path), pretraining.MINIATURE))
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_number_that_does_not_divide_the_ranks_of_a_node_is_refused(size):
+    with pytest.raises(ConfigError) as caught:
+        run_config(gpus_per_node=4, context_parallel=size, micro_batch_size=1)
+    assert f"context_parallel = {size}" in caught.value.what
+    assert "gpus_per_node = 4" in caught.value.why
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused(processes):
+    made = run_config(context_parallel=4, gpus_per_node=4, micro_batch_size=2)
+    rules = replace(pretraining.MINIATURE, sequence_length=100)
+    with pytest.raises(ConfigError) as caught:
+        assemble_random(made, rules, processes, SEED)
+    assert "context_parallel = 4" in caught.value.what
+    assert "100 tokens" in caught.value.why and "8 equal chunks" in caught.value.why
+
+
+def test_a_batch_is_divided_among_the_groups_of_ranks():
+    made = run_config(context_parallel=4, gpus_per_node=4, micro_batch_size=2)
+    assert made.gradient_accumulation_steps == 4  # 8 sequences, 1 group
+    with pytest.raises(ConfigError) as caught:
+        run_config(context_parallel=2, gpus_per_node=4, micro_batch_size=8)
+    assert "8 x 2 = 16" in caught.value.why
+
+
 def test_dropout_masks_are_those_of_the_whole_micro_batch():
     """Bit for bit, for a micro-batch of three sequences."""
     length = 32
@@ -324,3 +416,86 @@ def test_each_rank_has_the_first_chunk_and_its_mirror_image():
     assert parts[0] == [0, 1, 2, 3, 20, 21, 22, 23]
     assert parts[1] == [4, 5, 6, 7, 16, 17, 18, 19]
     assert parts[2] == [8, 9, 10, 11, 12, 13, 14, 15]
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+STEPS = 64
+LOW_RATE = 3e-4  # at which rounding differences do not grow
+RATES = {"llama31_8b": 4e-3, "llama2_70b_lora": 2e-3, "open_llama": 2e-3}  # as shipped
+
+
+def curve(processes: Processes, name: str, rate: float) -> list[list[float]]:
+    """Return the losses and gradient norms of STEPS steps at a constant rate."""
+    assembly = assemble(name, processes)
+    made, rules = case_of(name, processes.context.size, processes.world_size)
+    if rules.lora_rank:
+        seed_by_sequence(assembly.model, processes)
+    batching = Batching(SEQUENCES, made.gradient_accumulation_steps)
+    losses = []
+    norms = []
+    for whole in sequences(rules.shape.vocab_size, rules.sequence_length, STEPS).split(SEQUENCES):
+        batches = own_batches(whole, processes, made.micro_batch_size)
+        loss, norm = train_step(assembly, batches, batching, rate, processes)
+        losses.append(float(processes.sum(loss)))
+        norms.append(float(norm))
+    return [losses, norms]
+
+
+def curves(processes: Processes, folder) -> dict:
+    """Return the curves of each case, for each number of ranks that may share a sequence."""
+    results = {}
+    for name, shipped in RATES.items():
+        for size in SIZES if processes.world_size == RANKS else [1]:
+            for rate in (LOW_RATE, shipped):
+                results[f"{name} {size} {rate}"] = curve(sharing(processes, size), name, rate)
+    return results
+
+
+@pytest.fixture(scope="module")
+def all_curves(tmp_path_factory):
+    """Return the curves by number of ranks."""
+    found = {}
+    for ranks in (1, 2, RANKS):
+        folder = tmp_path_factory.mktemp(f"curves_{ranks}")
+        found[ranks] = call_on_ranks(ranks, "test_context_parallel:curves", folder, 1500.0)[0]
+    return found
+
+
+def apart(ours: list[float], theirs: list[float]) -> list[float]:
+    """Return the relative difference at each step."""
+    return [abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_curves_are_those_without_sharing(all_curves, name):
+    of_four = all_curves[RANKS]
+    for size in SIZES[1:]:
+        losses, norms = (
+            apart(*pair)
+            for pair in zip(
+                of_four[f"{name} {size} {LOW_RATE}"], of_four[f"{name} 1 {LOW_RATE}"], strict=True
+            )
+        )
+        print(f"{name} c={size} at {LOW_RATE}: loss {max(losses):.1e}, norm {max(norms):.1e}")
+        assert max(losses) <= 2e-6
+        assert max(norms) <= 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_at_the_shipped_rate_curves_are_as_far_apart_as_those_of_one_and_two_ranks(
+    all_curves, name
+):
+    """Rounding differences grow there, whatever their source."""
+    key = f"{name} 1 {RATES[name]}"
+    by_ranks = apart(all_curves[2][key][0], all_curves[1][key][0])
+    for size in SIZES[1:]:
+        shared = all_curves[RANKS][f"{name} {size} {RATES[name]}"][0]
+        losses = apart(shared, all_curves[RANKS][key][0])
+        for end in (8, 16, 32, STEPS):
+            here, there = max(losses[:end]), max(by_ranks[:end])
+            print(f"{name} c={size}, {end} steps: {here:.1e}; 1 and 2 ranks, c=1: {there:.1e}")
+        assert max(losses[:8]) <= 1e-6
+        assert max(losses) <= 3 * max(by_ranks)
