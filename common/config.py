@@ -60,6 +60,9 @@ class RunConfig:
     # Keys that decide how the result is computed.
     micro_batch_size: int  # sequences per forward and backward of one process
     eval_micro_batch_size: int  # sequences per evaluation forward of one process
+    # processes of a node that share each sequence and its micro-batch
+    # (common/sharding/context_parallel.py)
+    context_parallel: int = 1
     # Number format of the blocks' linear layers: "bf16" (fp32 on a CPU), "fp8"; see
     # common/linear_formats.py.
     linear: str = "bf16"
@@ -77,12 +80,24 @@ class RunConfig:
             f"choose one of {', '.join(FORMATS)}",
         )
         self._require_valid_environment()
-        per_pass = self.micro_batch_size * self.world_size
+        if self.gpu == ANY_GPU and self.gpus_per_node % self.context_parallel:
+            return  # the number of GPUs is not known yet
+        self.require(
+            self.gpus_per_node % self.context_parallel == 0,
+            "context_parallel",
+            f"it does not divide gpus_per_node = {self.gpus_per_node}, and only processes of one "
+            "node can share a sequence",
+            "set it to a divisor of gpus_per_node",
+        )
+        per_pass = self.micro_batch_size * self.data_ranks
+        processes = "processes"
+        if self.context_parallel > 1:
+            processes = f"processes / {self.context_parallel}, which share a sequence"
         self.require(
             self.global_batch_size % per_pass == 0,
             "global_batch_size",
-            "it is not a multiple of micro_batch_size x processes = "
-            f"{self.micro_batch_size} x {self.world_size} = {per_pass}",
+            f"it is not a multiple of micro_batch_size x {processes} = "
+            f"{self.micro_batch_size} x {self.data_ranks} = {per_pass}",
             "change global_batch_size or micro_batch_size "
             "so that every process gets whole micro-batches",
         )
@@ -94,6 +109,7 @@ class RunConfig:
             "global_batch_size",
             "micro_batch_size",
             "eval_micro_batch_size",
+            "context_parallel",
             "max_samples",
         ):
             self.require(
@@ -216,9 +232,26 @@ class RunConfig:
         return self.nodes * self.gpus_per_node
 
     @property
+    def data_ranks(self) -> int:
+        """Number of groups of ranks that read different sequences."""
+        return self.world_size // self.context_parallel
+
+    def require_chunks(self, sequence_length: int) -> None:
+        """Raise ConfigError unless the ranks can share sequences of this length."""
+        chunks = 2 * self.context_parallel
+        self.require(
+            self.context_parallel == 1 or sequence_length % chunks == 0,
+            "context_parallel",
+            f"each process holds two of {chunks} equal chunks of a sequence, and "
+            f"{sequence_length:,} tokens are not a multiple of {chunks}",
+            "choose another context_parallel, or another length of sequences where the rules "
+            "leave it free",
+        )
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per rank and optimizer step."""
-        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+        return self.global_batch_size // (self.micro_batch_size * self.data_ranks)
 
     def as_toml(self, with_defaults: bool = True) -> str:
         """Return the config as the text of a TOML file, without default values if asked."""

@@ -46,6 +46,8 @@ def header(
     processes = "1 process"
     if config.gpus_per_node > 1:
         processes = f"{config.gpus_per_node} processes"
+    if config.context_parallel > 1:
+        processes += f", each sequence shared by {config.context_parallel}"
     device = f"device     CPU, {processes}"
     if selection.device == "cuda":
         device = f"GPU        {selection.gpus}; using {processes}"

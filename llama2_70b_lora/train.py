@@ -43,8 +43,8 @@ def open_data(
         run.seed,
         run.config.global_batch_size,
         run.config.micro_batch_size,
-        processes.rank,
-        processes.world_size,
+        processes.data_rank,
+        processes.data_ranks,
         step,
     )
     return batches, next_token_labels(read_rows(run.data_dir, "validation", rules))

@@ -41,7 +41,7 @@ def training_batches(
     samples = config.steps * config.global_batch_size
     data = TrainData(prefix, rules.sequence_length, samples, seed, vocab_size)
     windows = train_batches(
-        data, config.global_batch_size, config.micro_batch_size, rank, config.world_size, step
+        data, config.global_batch_size, config.micro_batch_size, rank, config.data_ranks, step
     )
     return map(next_token_pairs, windows)
 
@@ -132,7 +132,7 @@ def document_batches(
         config.global_batch_size,
         config.micro_batch_size,
         rank,
-        config.world_size,
+        config.data_ranks,
         step,
     )
     for numbers in micro_batches:

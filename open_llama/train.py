@@ -91,7 +91,7 @@ def open_data(
     """Open the token files (see `timed_run.OpenData`)."""
     config = run.config
     assert isinstance(config, Config)
-    batches = training_batches(config, rules, run.data_dir, run.seed, processes.rank, step)
+    batches = training_batches(config, rules, run.data_dir, run.seed, processes.data_rank, step)
     return batches, validation_pairs(config, rules, run.data_dir)
 
 

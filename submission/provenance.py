@@ -35,6 +35,7 @@ LOG_KEYS = (
     "global_batch_size",
     "micro_batch_size",
     "gradient_accumulation_steps",
+    "context_parallelism",
     "opt_base_learning_rate",
     *PRECISION_KEYS,
 )

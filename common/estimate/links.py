@@ -1,13 +1,14 @@
 """Time in which the GPUs of a step only wait for the links between them. Standard library only.
 
 The traffic is what common/sharding/zero.py sends: per micro-batch a reduce-scatter within the node
-and an all-reduce between nodes, per step an all-gather within the node.
+and an all-reduce between nodes, per step an all-gather within the node. GPUs that share sequences
+also send keys, values and their gradients (common/sharding/context_parallel.py).
 """
 
 from __future__ import annotations
 
 from common.config import RunConfig
-from common.estimate.memory import BYTES
+from common.estimate.memory import BYTES, recomputed_layers
 from common.estimate.workload import Workload
 from common.gpu_kinds import GpuKind
 
@@ -40,6 +41,22 @@ def node_seconds(config: RunConfig, work: Workload, kind: GpuKind) -> float:
     return (1 - 1 / config.gpus_per_node) * values / in_node
 
 
+def context_seconds(config: RunConfig, work: Workload, kind: GpuKind) -> float:
+    """Return the time in which the GPUs of a step wait for keys, values and their gradients.
+
+    Half of them is exposed, in each forward and in the backward of each layer.
+    """
+    if config.context_parallel == 1:
+        return 0.0
+    shape = work.shape
+    values = 2 * shape.num_kv_heads * shape.head_dim * BYTES[config.precision]
+    received = (1 - 1 / config.context_parallel) * values * work.sequence_length
+    layers = 2 * shape.num_layers + recomputed_layers(config, work)
+    passes = config.gradient_accumulation_steps * config.micro_batch_size
+    in_node = LINK_PEAKS[kind.interconnect] * LINK_SHARE * 1e9
+    return passes * layers * received / 2 / in_node
+
+
 def occupied_seconds(config: RunConfig, work: Workload, kind: GpuKind) -> float:
     """Return the time that a step loses because collectives occupy compute units.
 
@@ -61,8 +78,10 @@ def exposed_seconds(
 
     In pre-training, collectives overlap with the arithmetic. The GPU waits for the last module's
     reduction, for the first module's gather, and for traffic that takes longer than the arithmetic
-    beside it. With LoRA it waits for the whole all-reduce of the adapters' gradients.
+    beside it. With LoRA it waits for the whole all-reduce of the adapters' gradients. For GPUs that
+    share sequences, the time of `context_seconds` is added.
     """
+    context_s = context_seconds(config, work, kind)
     gpus = config.gpus_per_node
     nodes = config.nodes
     shape = work.shape
@@ -75,7 +94,7 @@ def exposed_seconds(
         values = 4 * shape.lora_parameters(work.lora_rank)
         reduce_s = 2 * (1 - 1 / gpus) * values / in_node
         reduce_s += 2 * (1 - 1 / nodes) * values / gpus / between
-        return reduce_s
+        return reduce_s + context_s
     values = BYTES[config.precision] * shape.num_parameters
     gather_s = node_seconds(config, work, kind)
     reduce_s = gather_s + 2 * (1 - 1 / nodes) * values / gpus / between
@@ -85,4 +104,4 @@ def exposed_seconds(
     behind_reductions_s = compute_s - pass_s * (1 - BACKWARD_SHARE)
     late_reduction_s = max(0.0, passes * reduce_s - behind_reductions_s)
     late_gather_s = max(0.0, gather_s - pass_s * (1 - BACKWARD_SHARE))
-    return late_reduction_s + late_gather_s + (reduce_s + gather_s) / modules
+    return late_reduction_s + late_gather_s + (reduce_s + gather_s) / modules + context_s

@@ -73,7 +73,7 @@ def memory_peak(
     """
     shape = work.shape
     element = BYTES[config.precision]
-    tokens = config.micro_batch_size * work.sequence_length
+    tokens = micro_batch_tokens(config, work)
     state = state_bytes(config, work) | {"gathered weights": _gathered_bytes(config, work)}
     saved = _saved_bytes(config, work)
     block = saved
@@ -99,7 +99,7 @@ def memory_peak(
     # Autograd adds the embedding's gradient to the head's, which is kept until then.
     if shape.tied_embedding and not work.lora_rank:
         in_backward["the tied head's gradient"] = shape.vocab_size * shape.hidden_size * element
-    eval_tokens = config.eval_micro_batch_size * work.sequence_length
+    eval_tokens = config.eval_micro_batch_size * work.sequence_length // config.context_parallel
     in_a_block = sum(activation_bytes(config, work).values()) + forward
     # The optimizer step has freed the gradients.
     in_evaluation = {"gradients": 0, "logits and head": eval_tokens * max(head, in_a_block)}
@@ -142,7 +142,7 @@ def state_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
         received = 2 * (1 - 1 / gpus) * table * element
     rope = 2 * 4 * work.sequence_length * shape.head_dim // 2
     # Tokens and labels in int32: the evaluation set, and three micro-batches of the prefetcher.
-    resident_samples = -(-work.eval_samples // config.world_size) + 3 * config.micro_batch_size
+    resident_samples = -(-work.eval_samples // config.data_ranks) + 3 * config.micro_batch_size
     resident = resident_samples * 2 * 4 * work.sequence_length
     return {
         "weights": 4 * trained + frozen,
@@ -221,6 +221,8 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
         "attention output": shape.attention_size * element + shape.num_heads * 4,
         "SwiGLU input": 2 * ffn * swiglu_element,
     }
+    if config.context_parallel > 1:
+        kept["keys and values of other GPUs"] = whole_key_values(config, shape) * element
     if shape.qk_norm:
         kept["queries and keys before their norm"] = (
             (shape.num_heads + shape.num_kv_heads) * shape.head_dim * element
@@ -228,8 +230,10 @@ def activation_bytes(config: RunConfig, work: Workload) -> dict[str, int]:
     if work.lora_rank:
         return kept | {"adapters": 2 * work.lora_rank * element}
     operand = config.linear_format.operand_bytes(element)
-    # If operands are not quantized, the output projection reads the attention output itself.
-    projection_input = shape.attention_size * operand if config.linear_format.in_fp8 else 0
+    # If operands are not quantized, the output projection reads the attention output itself, unless
+    # that is in two chunks.
+    is_copied = config.linear_format.in_fp8 or config.context_parallel > 1
+    projection_input = shape.attention_size * operand if is_copied else 0
     return kept | {
         "norm outputs": 2 * hidden * operand,
         "output projection's input": projection_input,
@@ -274,18 +278,41 @@ def attention_backward_bytes(config: RunConfig, shape: ModelShape) -> int:
     """
     element = BYTES[config.precision]
     gradients = element * (shape.hidden_size + shape.attention_size + shape.qkv_size)
+    whole = whole_key_values(config, shape)
+    # Gradients of the keys and values of whole sequences: from the engine, packed, and their sum;
+    # and half of it, which is sent.
+    gradients += element * (3 * whole + whole // 2)
     kind = KINDS.get(config.gpu)
     engine = config.env.get("ATTENTION_ENGINE", "flash_attention_4")
     if kind is None or kind.arch != "sm_90" or engine != "flash_attention_4":
         return gradients
-    is_grouped = shape.num_kv_heads < shape.num_heads
-    key_values = 2 * shape.num_kv_heads * shape.head_dim if is_grouped else 0
-    return gradients + 4 * (shape.attention_size + key_values)
+    queries = shape.attention_size
+    key_values = whole or 2 * shape.num_kv_heads * shape.head_dim
+    if whole:
+        queries //= 2  # of one chunk
+    if shape.num_kv_heads == shape.num_heads:
+        key_values = 0
+    return gradients + 4 * (queries + key_values)
+
+
+def micro_batch_tokens(config: RunConfig, work: Workload) -> int:
+    """Return the tokens of a micro-batch that one GPU holds."""
+    return config.micro_batch_size * work.sequence_length // config.context_parallel
+
+
+def whole_key_values(config: RunConfig, shape: ModelShape) -> int:
+    """Return the elements per token of one GPU that keys and values of whole sequences have.
+
+    GPUs that share sequences gather them (common/sharding/context_parallel.py). Otherwise 0.
+    """
+    if config.context_parallel == 1:
+        return 0
+    return config.context_parallel * 2 * shape.num_kv_heads * shape.head_dim
 
 
 def _activations(config: RunConfig, work: Workload, layers: int) -> dict[str, float]:
     """Return the bytes that `layers` blocks keep for a micro-batch, by kind of tensor."""
-    tokens = config.micro_batch_size * work.sequence_length
+    tokens = micro_batch_tokens(config, work)
     return {name: layers * tokens * size for name, size in activation_bytes(config, work).items()}
 
 
@@ -300,7 +327,7 @@ def _saved_bytes(config: RunConfig, work: Workload) -> dict[str, float]:
     A recomputed block keeps its input. One offloaded layer is still being copied.
     """
     recomputed = recomputed_layers(config, work)
-    tokens = config.micro_batch_size * work.sequence_length
+    tokens = micro_batch_tokens(config, work)
     saved = _activations(config, work, work.shape.num_layers - recomputed)
     offloaded = _activations(config, work, max(0, offloaded_layers(config, work) - 1))
     saved["SwiGLU input"] -= offloaded["SwiGLU input"]
@@ -358,7 +385,7 @@ def largest(good: Callable[[int], bool]) -> int:
 
 def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
     """Return the config at another micro-batch, with a global batch that it divides."""
-    return replace(config, micro_batch_size=size, global_batch_size=size * config.world_size)
+    return replace(config, micro_batch_size=size, global_batch_size=size * config.data_ranks)
 
 
 def fewest_layers(config: RunConfig, work: Workload, kind: GpuKind, key: str) -> int | None:

@@ -117,10 +117,11 @@ def estimate(
         step_s += occupied_seconds(config, work, kind)
         exposed_s = exposed_seconds(config, work, kind, step_s, network_gb_s)
         step_s += exposed_s
-    per_pass = config.world_size * config.eval_micro_batch_size
+    per_pass = config.data_ranks * config.eval_micro_batch_size
     eval_passes = -(-work.eval_samples // per_pass)
     # Tokens on one GPU, including padding.
     eval_tokens = eval_passes * config.eval_micro_batch_size * work.sequence_length
+    eval_tokens //= config.context_parallel
     eval_s = eval_tokens * slowdown * products_seconds_per_token(work, kind, training=False)
     minutes = None
     if samples is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from common.config import RunConfig
 from common.estimate.memory import (
@@ -53,6 +54,13 @@ def saving_keys(config: RunConfig, work: Workload, kind: GpuKind) -> Iterator[st
     smallest = with_micro_batch(config, 1)
     if config.micro_batch_size > 1 and fits(memory_peak(smallest, work), kind):
         yield "micro_batch_size 1"
+    for size in (2, 4, 8):
+        if size <= config.context_parallel or config.gpus_per_node % size:
+            continue
+        chunks = work.sequence_length % (2 * size) == 0
+        if chunks and fits(memory_peak(replace(config, context_parallel=size), work), kind):
+            yield f"context_parallel {size}"
+            break
     for key in ("offload_layers", "recompute_layers"):
         if (layers := fewest_layers(config, work, kind, key)) is not None:
             yield f"{key} {layers}"

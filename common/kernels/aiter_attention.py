@@ -9,16 +9,23 @@ kernel does not fit.
 
 dQ is summed with 32-bit atomics, AITER's default on both gfx942 and gfx950. On gfx942, 16-bit
 atomics overflow at 8,192 positions (common/known_issues.toml).
+
+Fewer queries than keys are computed in two parts (prefix_attention.py). AITER's forward aligns the
+mask to the last key, but of the assembly backward its source says both that it does and that it
+does not.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from common.kernels.prefix_attention import PrefixAttention
 
 # Rounding of fp32 to bf16. gfx950 has no other mode; gfx942 uses this one too.
 NEAREST_EVEN = 0
@@ -34,28 +41,23 @@ def require() -> None:
         getattr(aiter, function)
 
 
-class AiterAttention(torch.autograd.Function):
-    """Causal attention in bf16, shaped like q.
+class AiterKernels:
+    """AITER's forward and backward in bf16 (see `FlashKernels`)."""
 
-    `q`: [batch, sequence, heads, head_dim].
-    `k`, `v`: [batch, sequence, kv_heads, head_dim].
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Any]:
         import aiter
 
         out, lse = aiter.flash_attn_func(
-            q, k, v, causal=True, return_lse=True, how_v3_bf16_cvt=NEAREST_EVEN
+            q, k, v, causal=causal, return_lse=True, how_v3_bf16_cvt=NEAREST_EVEN
         )
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        return out, lse, None
 
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, d_out: Tensor, tensors: tuple[Tensor, ...], causal: bool, further: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         import aiter
 
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse = tensors
         gradients = {
             "dq": torch.zeros_like(q),
             "dk": torch.empty_like(k),
@@ -67,7 +69,7 @@ class AiterAttention(torch.autograd.Function):
             "deterministic": False,
             "dropout_p": 0.0,
             "softmax_scale": q.shape[-1] ** -0.5,
-            "is_causal": True,
+            "is_causal": causal,
             "window_size_left": -1,
             "window_size_right": -1,
         }
@@ -79,4 +81,6 @@ class AiterAttention(torch.autograd.Function):
         return gradients["dq"], gradients["dk"], gradients["dv"]
 
 
-causal_attention = AiterAttention.apply
+# Attention in bf16, shaped like q. q: [batch, queries, heads, head_dim]; k, v: [batch, keys,
+# kv_heads, head_dim].
+causal_attention = partial(PrefixAttention.apply, AiterKernels())

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common import engines
 from common.errors import ConfigError
 from common.kernels.architecture import dtype_name, gpu_architecture
+from common.kernels.prefix_attention import PrefixAttention, TorchKernels
 
 # Environment variable that torch reads.
 PREFER_CK = "TORCH_ROCM_FA_PREFER_CK"
@@ -81,17 +83,43 @@ def require_preferred_library() -> None:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention, shaped like q.
+    """Return causal attention, shaped like q. The last query is aligned to the last key.
 
-    `q`: [batch, sequence, heads, head_dim].
-    `k`, `v`: [batch, sequence, kv_heads, head_dim].
+    `q`: [batch, queries, heads, head_dim].
+    `k`, `v`: [batch, keys, kv_heads, head_dim]. Fewer queries than keys are the last ones of the
+        sequence.
     """
     engine = attention_engine(q.device, q.dtype).engine
     if engine.module:
         return engines.module_of(engine).causal_attention(q, k, v)
+    if q.shape[1] != k.shape[1]:
+        return PrefixAttention.apply(TorchKernels(), q, k, v)
     # Views of the packed projection cost nothing: cuDNN takes 1,735 + 5,705 µs with them, and 1,717
     # + 5,681 µs with contiguous heads (H200, 2 x 8,192 tokens, 32/8 heads).
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     )
     return out.transpose(1, 2)
+
+
+class AttentionGraph(NamedTuple):
+    """An autograd graph of attention alone. `out` was computed from the leaves `inputs`."""
+
+    out: Tensor  # [batch, queries, heads, head_dim]
+    # q [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]
+    inputs: tuple[Tensor, Tensor, Tensor]
+
+    def backward(self, d_out: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k and v. `d_out`: the gradient of `out`, of any shape."""
+        return torch.autograd.grad(self.out, self.inputs, d_out.view_as(self.out))
+
+
+def attention_graph(q: Tensor, k: Tensor, v: Tensor, keep: bool) -> AttentionGraph:
+    """Compute `causal_attention`. With `keep`, autograd records a graph from q, k and v to it.
+
+    The backward of a block runs this graph, because only the attention engine knows what its
+    forward saved.
+    """
+    leaves = [x.detach().requires_grad_(keep) for x in (q, k, v)]
+    with torch.set_grad_enabled(keep):
+        return AttentionGraph(causal_attention(*leaves), (leaves[0], leaves[1], leaves[2]))

@@ -5,8 +5,7 @@ flash-attn-4 4.0.0b36):
 
 - The public function has its own backward. It reads and keeps views of a packed projection without
   copying them, if their strides are multiples of 16 bytes.
-- `causal` aligns the last query with the last key. Here both are of equal length, so this is the
-  usual mask.
+- `causal` aligns the last query with the last key, also with fewer queries than keys.
 - On sm_90, head sizes are multiples of 8 from 8 to 256. Other sizes are an error.
 - The backward sums dQ, and with grouped heads also dK and dV, with atomics in fp32 buffers. So the
   bits of runs differ. The buffer of dQ is 134 MB per sequence of the 8B and 268 MB of the 70B. The
@@ -47,8 +46,8 @@ def require() -> None:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention in bf16, shaped like q and contiguous.
 
-    `q`: [batch, sequence, heads, head_dim].
-    `k`, `v`: [batch, sequence, kv_heads, head_dim].
+    `q`: [batch, queries, heads, head_dim].
+    `k`, `v`: [batch, keys, kv_heads, head_dim].
     """
     from flash_attn.cute import flash_attn_func
 

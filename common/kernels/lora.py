@@ -15,7 +15,8 @@ and recomputes n and the mask in registers, so that neither is kept for the back
 KB per token and layer of the 70B. Programs write partial sums over rows, which a second sum adds
 up, without atomics and with the same bits in every run.
 
-The mask is a function of (seed, row, column). It compares a 16-bit random number with the dropout
+The mask is a function of (seed, row, column), with the row that the token has in the whole
+micro-batch if several ranks share it. It compares a 16-bit random number with the dropout
 probability in steps of 2^-16 (0.1 becomes 0.10001). The generator is Philox4x32-7 (Salmon et al.,
 SC 2011) with key `seed` and counter (row, column // 8, 0, 0). It yields eight such numbers; the one
 at column % 8 is used. With one call per element, the generator would limit the speed instead of
@@ -67,6 +68,7 @@ class Dropout(NamedTuple):
 
     seed: Tensor  # int64 [1], not negative, on the tensors' device
     p: float
+    row_numbers: Tensor | None = None  # int32 [M], the row of each token in the mask; None: its own
 
     @property
     def threshold(self) -> int:
@@ -92,7 +94,10 @@ def keep_mask(rows: int, columns: int, dropout: Dropout) -> Tensor:
     low = 0xFFFFFFFF
     device = dropout.seed.device
     groups = -(-columns // 8)
-    c0 = torch.arange(rows, device=device)[:, None].expand(rows, groups)
+    numbers = dropout.row_numbers
+    if numbers is None:
+        numbers = torch.arange(rows, device=device)
+    c0 = numbers.long()[:, None].expand(rows, groups)
     c1 = torch.arange(groups, device=device)[None, :].expand(rows, groups)
     c2 = c3 = torch.zeros_like(c0)
     k0 = dropout.seed & low
@@ -108,8 +113,8 @@ def keep_mask(rows: int, columns: int, dropout: Dropout) -> Tensor:
         k0 = (k0 + 0x9E3779B9) & low
         k1 = (k1 + 0xBB67AE85) & low
     words = torch.stack((c0, c1, c2, c3), dim=-1)
-    numbers = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(1)
-    return numbers[:, :columns] >= dropout.threshold
+    random = torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten(1)
+    return random[:, :columns] >= dropout.threshold
 
 
 def adapter_input(x: Tensor, norm: Norm | None, dropout: Dropout | None) -> Tensor:
@@ -183,6 +188,7 @@ def input_tile(
     rstd_ptr,
     weight_ptr,
     seed_ptr,
+    numbers_ptr,
     row,
     first_column,
     num_rows,
@@ -208,7 +214,11 @@ def input_tile(
         group = first_column // 8 + tl.arange(0, COLUMNS // 8)
         seed = tl.load(seed_ptr)
         zeros = tl.zeros((row.shape[0], COLUMNS // 8), tl.int32)
-        row_number = row.to(tl.int32)[:, None] + zeros
+        if numbers_ptr is not None:
+            number = tl.load(numbers_ptr + row, mask=row < num_rows, other=0)
+        else:
+            number = row.to(tl.int32)
+        row_number = number[:, None] + zeros
         a, b, c, d = tl.philox(seed, row_number, group[None, :] + zeros, zeros, zeros, ROUNDS)
         words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
         keep = tl.interleave(words & 0xFFFF, words >> 16) >= THRESHOLD  # as in `keep_mask`
@@ -225,6 +235,7 @@ def _down_kernel(
     weight_ptr,
     a_ptr,
     seed_ptr,
+    numbers_ptr,
     partial_ptr,
     num_rows,
     num_columns,
@@ -250,6 +261,7 @@ def _down_kernel(
             rstd_ptr,
             weight_ptr,
             seed_ptr,
+            numbers_ptr,
             row,
             first,
             num_rows,
@@ -340,6 +352,7 @@ def _down_backward_kernel(
     p_ptr,
     a_ptr,
     seed_ptr,
+    numbers_ptr,
     partial_ptr,
     num_rows,
     num_columns,
@@ -376,6 +389,7 @@ def _down_backward_kernel(
             rstd_ptr,
             weight_ptr,
             seed_ptr,
+            numbers_ptr,
             row,
             first_column,
             num_rows,
@@ -430,8 +444,10 @@ def _block_rank(rank: int) -> int:
     return max(16, triton.next_power_of_2(rank))  # tl.dot requires at least 16
 
 
-def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, int]:
-    return (dropout.seed, dropout.threshold) if dropout else (None, 0)
+def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, Tensor | None, int]:
+    if dropout is None:
+        return None, None, 0
+    return dropout.seed, dropout.row_numbers, dropout.threshold
 
 
 def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout | None) -> Tensor:
@@ -444,13 +460,14 @@ def down_triton(x: Tensor, norm: Norm | None, lora_a: Tensor, dropout: Dropout |
     parts = triton.cdiv(num_columns, part_size)
     partial = x.new_empty(parts, num_rows, rank, dtype=torch.float32)
     rstd, weight = norm or (None, None)
-    seed, threshold = _dropout_arguments(dropout)
+    seed, numbers, threshold = _dropout_arguments(dropout)
     _down_kernel[(triton.cdiv(num_rows, tile.rows), parts)](
         x,
         rstd,
         weight,
         lora_a,
         seed,
+        numbers,
         partial,
         num_rows,
         num_columns,
@@ -537,7 +554,7 @@ def down_backward_triton_(
     parts = triton.cdiv(num_rows, part_size)
     partial = x.new_empty(parts, rank, num_columns, dtype=torch.float32)
     rstd, weight = norm or (None, None)
-    seed, threshold = _dropout_arguments(dropout)
+    seed, numbers, threshold = _dropout_arguments(dropout)
     _down_backward_kernel[(triton.cdiv(num_columns, tile.columns), parts)](
         d_n,
         x,
@@ -546,6 +563,7 @@ def down_backward_triton_(
         p,
         lora_a,
         seed,
+        numbers,
         partial,
         num_rows,
         num_columns,

@@ -22,70 +22,49 @@ sequences of the 8B.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
 
-aten = torch.ops.aten
+from common.kernels.prefix_attention import PrefixAttention, TorchKernels
 
 
 def require() -> None:
     """Do nothing: torch has all functions."""
 
 
-class RepeatedHeadsAttention(torch.autograd.Function):
-    """Causal attention, shaped like q, with repeated heads in the backward.
+class RepeatedHeadsKernels(TorchKernels):
+    """torch's flash kernels, with repeated heads in the backward."""
 
-    `q`: [batch, sequence, heads, head_dim].
-    `k`, `v`: [batch, sequence, kv_heads, head_dim].
-    """
+    def backend(self, heads: list[Tensor], causal: bool) -> SDPBackend:
+        return SDPBackend.FLASH_ATTENTION
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        operands = [x.transpose(1, 2) for x in (q, k, v)]
-        if q.is_cuda:
-            out, lse, starts_q, starts_k, *lengths, seed, offset, _ = (
-                aten._scaled_dot_product_flash_attention(*operands, dropout_p=0.0, is_causal=True)
-            )
-            ctx.lengths = lengths
-            ctx.save_for_backward(q, k, v, out, lse, starts_q, starts_k, seed, offset)
-        else:
-            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                *operands, dropout_p=0.0, is_causal=True
-            )
-            ctx.save_for_backward(q, k, v, out, lse)
-        return out.transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse, *rest = ctx.saved_tensors
+    def backward(
+        self, d_out: Tensor, tensors: tuple[Tensor, ...], causal: bool, further: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = tensors
         group = q.shape[2] // k.shape[2]
         repeated = (k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2))
-        operands = [x.transpose(1, 2) for x in (d_out.contiguous(), q.contiguous(), *repeated)]
-        if q.is_cuda:
-            starts_q, starts_k, seed, offset = rest
-            d_q, d_k, d_v = aten._scaled_dot_product_flash_attention_backward(
-                *operands, out, lse, starts_q, starts_k, *ctx.lengths, 0.0, True, seed, offset
-            )
-        else:
-            d_q, d_k, d_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *operands, out, lse, 0.0, True
-            )
-        return d_q.transpose(1, 2), sum_of_groups(d_k, group), sum_of_groups(d_v, group)
+        d_q, d_k, d_v = super().backward(
+            d_out.contiguous(), (q.contiguous(), *repeated, out, lse), causal, further
+        )
+        return d_q, sum_of_groups(d_k, group), sum_of_groups(d_v, group)
 
 
 def sum_of_groups(gradient: Tensor, group: int) -> Tensor:
     """Return the sum over each group of heads, computed in fp32.
 
-    `gradient`: [batch, heads, sequence, head_dim].
+    `gradient`: [batch, sequence, heads, head_dim].
 
     The result is [batch, sequence, heads / group, head_dim].
     """
-    grouped = gradient.transpose(1, 2).unflatten(2, (-1, group))
+    grouped = gradient.unflatten(2, (-1, group))
     return grouped.sum(3, dtype=torch.float32).to(gradient.dtype)
 
 
-causal_attention = RepeatedHeadsAttention.apply
+# Attention shaped like q. q: [batch, queries, heads, head_dim]; k, v: [batch, keys, kv_heads,
+# head_dim].
+causal_attention = partial(PrefixAttention.apply, RepeatedHeadsKernels())

@@ -113,7 +113,7 @@ def quantized(x: Tensor, inverse_scale: Tensor) -> Any:
 
 
 @cache
-def attention_module(heads: int, kv_heads: int, head_dim: int) -> torch.nn.Module:
+def attention_module(heads: int, kv_heads: int, head_dim: int, mask: str) -> torch.nn.Module:
     """Return the attention module of this shape. It has no parameters."""
     return importlib.import_module("transformer_engine.pytorch").DotProductAttention(
         heads,
@@ -121,15 +121,16 @@ def attention_module(heads: int, kv_heads: int, head_dim: int) -> torch.nn.Modul
         num_gqa_groups=kv_heads,
         attention_dropout=0.0,
         qkv_format="bshd",
-        attn_mask_type="causal",
+        attn_mask_type=mask,
     )
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention in bf16, shaped like q.
+    """Return causal attention in bf16, shaped like q. The last query is aligned to the last key.
 
-    `q`: [batch, sequence, heads, head_dim].
-    `k`, `v`: [batch, sequence, kv_heads, head_dim].
+    `q`: [batch, queries, heads, head_dim].
+    `k`, `v`: [batch, keys, kv_heads, head_dim].
     """
-    module = attention_module(q.shape[2], k.shape[2], q.shape[3])
+    mask = "causal" if q.shape[1] == k.shape[1] else "causal_bottom_right"
+    module = attention_module(q.shape[2], k.shape[2], q.shape[3], mask)
     return module(q, k, v).view(q.shape)

@@ -84,7 +84,10 @@ def bench(config: RunConfig, args: argparse.Namespace) -> None:
         rules = replace(rules, shape=replace(rules.shape, num_layers=args.layers))
     training = finetuning if rules.lora_rank else pretraining
     processes = start_processes(
-        args.device, config.hang_timeout_s, high_priority_compute(config, rules)
+        args.device,
+        config.hang_timeout_s,
+        high_priority_compute(config, rules),
+        config.context_parallel,
     )
     require_world_size(processes, config.world_size)
     with attention_backends(processes.device.type, DTYPES[config.precision]):
@@ -236,6 +239,8 @@ def bench_line(
         )
     layers = model.shape.num_layers
     batch = f"{config.micro_batch_size} x {config.gradient_accumulation_steps}"
+    if config.context_parallel > 1:
+        batch += f" / {config.context_parallel}"
     device = "GPU" if processes.device.type == "cuda" else "process"
     return (
         f"BENCH {args.benchmark} {Path(args.config).stem} {precision_of(config)}, {layers} layers, "

@@ -50,7 +50,7 @@ def profiled(
         return memory_profiled(config, args, assembly, processes, facts, step)
     clock_ms = time_profile.record(step, args.steps, args.profile, processes)
     bench_ms = statistics.mean(meter.step_times_ms)
-    tokens = config.micro_batch_size * model.max_sequence_length
+    tokens = config.micro_batch_size * model.max_sequence_length // config.context_parallel
     return partial(time_profile.summarize, args.profile, model, tokens, facts, clock_ms, bench_ms)
 
 

@@ -21,32 +21,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.kernels.attention import causal_attention
+from common.kernels.attention import AttentionGraph, attention_graph
 from common.kernels.fp8 import QuantizedTensor
 from common.kernels.rope import require_triton_shape
 from common.model.block_ops import KERNEL_ENGINES, RotaryEmbedding, SavedTensors
 from common.model.linear_layers import BlockQuantizers, LinearLayers
 from common.model.llama import Head, Llama, RMSNorm
 from common.model.shapes import ModelShape
+from common.sharding.context_parallel import ALONE, ContextAttention, ContextGroup
 
 LINEARS = ("qkv", "o", "gate_up", "down")
-
-
-class AttentionGraph(NamedTuple):
-    """An autograd graph of attention alone. `out` was computed from the leaves `inputs`."""
-
-    out: Tensor  # [batch, sequence, heads, head_dim]
-    # q [batch, sequence, heads, head_dim]; k, v [batch, sequence, kv_heads, head_dim]
-    inputs: tuple[Tensor, Tensor, Tensor]
-
-    def backward(self, d_out: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v. `d_out`: the gradient of `out`, of any shape."""
-        return torch.autograd.grad(self.out, self.inputs, d_out.view_as(self.out))
 
 
 @dataclass
@@ -70,7 +59,7 @@ class SavedByBlock(SavedTensors):
     # Query and key heads before their norms, [M, (heads + kv_heads) * head_dim]. None without
     # qk_norm.
     qk_before_norm: Tensor | None
-    attention: AttentionGraph
+    attention: AttentionGraph | ContextAttention
     o: QuantizedTensor  # [M, attention_size]
     residual: Tensor  # [M, D]
     rstd_2: Tensor  # fp32 [M], 1 / RMS of the residual
@@ -98,15 +87,22 @@ class FusedBlock(nn.Module):
     """A transformer block whose matrices train."""
 
     def __init__(
-        self, shape: ModelShape, kernels: str, linear: LinearLayers, recompute: bool = False
+        self,
+        shape: ModelShape,
+        kernels: str,
+        linear: LinearLayers,
+        recompute: bool = False,
+        context: ContextGroup = ALONE,
     ):
         """Create a block with undefined weights.
 
         `kernels`: "reference" or "triton".
         `linear`: the linear layers' format, shared by all blocks.
         `recompute`: keep only the input, and run the forward again in the backward.
+        `context`: the ranks that share each sequence.
         """
         super().__init__()
+        self.context = context
         self.linear = linear
         self.shape = shape
         self.ops = KERNEL_ENGINES[kernels]
@@ -165,7 +161,7 @@ class FusedBlock(nn.Module):
         )
         qkv = linear.fprop(n_1, weights["qkv"])
         qk_before_norm = self.rotation.rotate_(qkv, cos, sin, keep)
-        attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
+        attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep, self.context)
         o = ops.quantize(attention.out.detach().flatten(2).flatten(0, 1), quantizers.o)
         branch = linear.fprop(o, weights["o"])
 
@@ -269,17 +265,20 @@ def fused_llama(shape: ModelShape, max_sequence_length: int, kernels: str = "ref
     return Llama(shape, max_sequence_length, blocks, Head(shape, kernels))
 
 
-def attend(shape: ModelShape, qkv_BSE: Tensor, keep: bool) -> AttentionGraph:
-    """Compute attention. `qkv_BSE`: [batch, sequence, qkv_size], queries and keys rotated.
+def attend(
+    shape: ModelShape, qkv_BSE: Tensor, keep: bool, context: ContextGroup = ALONE
+) -> AttentionGraph | ContextAttention:
+    """Compute attention, and with `keep` what its backward needs.
 
-    With `keep`, autograd records a separate graph from q, k and v to the output. The block's
-    backward runs this graph, because only the attention engine knows what its forward saved.
+    `qkv_BSE`: [batch, sequence, qkv_size], queries and keys rotated.
+    `context`: the ranks that share each sequence. `qkv_BSE` then has this rank's tokens.
     """
     packed = qkv_BSE.unflatten(-1, (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim))
-    parts = packed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
-    q, k, v = (part.detach().requires_grad_(keep) for part in parts)
-    with torch.set_grad_enabled(keep):
-        return AttentionGraph(causal_attention(q, k, v), (q, k, v))
+    if context.size > 1:
+        q, kv = packed.split([shape.num_heads, 2 * shape.num_kv_heads], dim=2)
+        return ContextAttention(q, kv, keep, context)
+    q, k, v = packed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
+    return attention_graph(q, k, v, keep)
 
 
 @contextmanager

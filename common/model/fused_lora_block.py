@@ -20,20 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from common.kernels import lora
+from common.kernels.attention import AttentionGraph
 from common.kernels.fp8 import QuantizedTensor
 from common.kernels.lora import Dropout, Norm, up_
 from common.model.block_ops import KERNEL_ENGINES, SavedTensors
-from common.model.fused_block import (
-    AttentionGraph,
-    FusedBlockFunction,
-    attend,
-    rotary_embedding,
-)
+from common.model.fused_block import FusedBlockFunction, attend, rotary_embedding
 from common.model.linear_layers import BlockQuantizers, FrozenWeights, LinearLayers
 from common.model.llama import RMSNorm
 from common.model.lora import Adapter, AdapterSettings
 from common.model.shapes import ModelShape
 from common.sharding.activation_offload import ActivationOffloader
+from common.sharding.context_parallel import ALONE, ContextAttention, ContextGroup
 
 
 @dataclass
@@ -59,7 +56,7 @@ class SavedByLoraBlock(SavedTensors):
     # Query and key heads before their norms, [M, (heads + kv_heads) * head_dim]. None without
     # qk_norm.
     qk_before_norm: Tensor | None
-    attention: AttentionGraph
+    attention: AttentionGraph | ContextAttention
     t_o: Tensor  # [M, rank]
     residual: Tensor  # [M, D]
     rstd_2: Tensor  # fp32 [M], 1 / RMS of the residual
@@ -80,6 +77,7 @@ class FusedLoraBlock(nn.Module):
         linear: LinearLayers,
         offloader: ActivationOffloader | None = None,
         offloads: bool = False,
+        context: ContextGroup = ALONE,
     ):
         """Create a block with undefined adapters.
 
@@ -89,8 +87,10 @@ class FusedLoraBlock(nn.Module):
         `linear`: the linear layers' format, shared by all blocks.
         `offloader`: shared by all blocks; None if no block offloads.
         `offloads`: keep this block's gate_up in host memory until the backward.
+        `context`: the ranks that share each sequence.
         """
         super().__init__()
+        self.context = context
         self.linear = linear
         self.shape = shape
         self.layer = layer
@@ -117,12 +117,17 @@ class FusedLoraBlock(nn.Module):
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_BSD, *adapters))
         return FusedBlockFunction.apply(self, keep, False, x_BSD, cos, sin, *adapters)
 
-    def draw_dropouts(self, device: torch.device) -> tuple[Dropout | None, Dropout | None]:
-        """Return the dropouts of qkv and o, with new seeds from the device's generator."""
+    def draw_dropouts(self, x_BSD: Tensor) -> tuple[Dropout | None, Dropout | None]:
+        """Return the dropouts of qkv and o, with new seeds from the generator of x's device.
+
+        Ranks that share sequences draw the same seeds.
+        """
         if not (self.training and self.dropout):
             return None, None
-        seeds = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
-        return Dropout(seeds[:1], self.dropout), Dropout(seeds[1:], self.dropout)
+        seeds = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=x_BSD.device)
+        numbers = self.context.token_numbers(*x_BSD.shape[:2], x_BSD.device)
+        qkv, o = (Dropout(seed, self.dropout, numbers) for seed in seeds.split(1))
+        return qkv, o
 
     def cast_adapters(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return A and B of qkv, then A and B of o, in the dtype in which the kernels compute."""
@@ -142,7 +147,7 @@ class FusedLoraBlock(nn.Module):
         shape = self.shape
         weights = self.base.forward_weights(self.layer)
         quantizers = linear.active_quantizers(self.quantizers)
-        dropouts = self.draw_dropouts(x_BSD.device) if keep else (None, None)
+        dropouts = self.draw_dropouts(x_BSD) if keep else (None, None)
         x = x_BSD.flatten(0, 1)
         a_qkv, b_qkv, a_o, b_o = self.cast_adapters(x.dtype)
 
@@ -155,7 +160,7 @@ class FusedLoraBlock(nn.Module):
         t_qkv = self.lora.down(x, Norm(rstd_1, self.attention_norm.weight), a_qkv, dropouts[0])
         up_(qkv, t_qkv, b_qkv, self.scale)
         qk_before_norm = self.rotation.rotate_(qkv, cos, sin, keep)
-        attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep)
+        attention = attend(shape, qkv.view(*x_BSD.shape[:2], -1), keep, self.context)
         del qkv
         o = attention.out.detach().flatten(2).flatten(0, 1)
         branch = linear.fprop(ops.quantize(o, quantizers.o), weights["o"])

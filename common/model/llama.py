@@ -18,6 +18,7 @@ from common.kernels import cross_entropy, rms_norm
 from common.kernels.fp8 import product
 from common.kernels.rope import rope_tables
 from common.model.shapes import ModelShape
+from common.sharding.context_parallel import ALONE, ContextGroup
 
 
 class RMSNorm(nn.Module):
@@ -86,10 +87,19 @@ class Llama(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, shape: ModelShape, max_sequence_length: int, blocks: Sequence[nn.Module], head: Head
+        self,
+        shape: ModelShape,
+        max_sequence_length: int,
+        blocks: Sequence[nn.Module],
+        head: Head,
+        context: ContextGroup = ALONE,
     ):
-        """Build the model. Its forward calls block(x_BSD, cos, sin) for each of `blocks`."""
+        """Build the model. Its forward calls block(x_BSD, cos, sin) for each of `blocks`.
+
+        `context`: the ranks that share each sequence.
+        """
         super().__init__()
+        self.context = context
         self.shape = shape
         self.max_sequence_length = max_sequence_length
         # Not nn.Embedding(): it draws normal values, and on the meta device that imports
@@ -123,15 +133,23 @@ class Llama(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return (loss_sum, count), both fp32 [batch], or the logits if there are no labels.
 
-        `tokens_BS`, `labels_BS`: int [batch, sequence]. Tokens with label -100 do not count.
+        `tokens_BS`, `labels_BS`: int [batch, sequence], whole also if ranks share each sequence.
+            Tokens with label -100 do not count.
 
-        `loss_sum` is the sum of the cross entropies of a sequence's tokens, and `count` the number
-        of those that count. The logits are [batch, sequence, vocab].
+        `loss_sum` is the sum of the cross entropies of this rank's tokens of a sequence, and
+        `count` the number of all its tokens that count. The logits are [batch, this rank's tokens,
+        vocab].
         """
+        context = self.context
         sequence_length = tokens_BS.shape[1]
-        cos = self.cos[:sequence_length]
-        sin = self.sin[:sequence_length]
-        x_BSD = self.embedding(tokens_BS)
+        cos = context.cut(self.cos[:sequence_length], 0)
+        sin = context.cut(self.sin[:sequence_length], 0)
+        x_BSD = self.embedding(context.cut(tokens_BS, 1))
         for block in self.blocks:
             x_BSD = block(x_BSD, cos, sin)
-        return self.head(x_BSD, labels_BS)
+        if labels_BS is None:
+            return self.head(x_BSD, None)
+        loss_sum, count = self.head(x_BSD, context.cut(labels_BS, 1))
+        if context.size > 1:
+            count = cross_entropy.count_valid(labels_BS)
+        return loss_sum, count

@@ -9,10 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from common import engines
-from common.kernels.attention import attention_backends, attention_engine, causal_attention
-from common.model.fused_block import attend
+from common.kernels.attention import (
+    attention_backends,
+    attention_engine,
+    attention_graph,
+    causal_attention,
+)
 from common.self_test.kernel_cases import Draw, Sizes, random_heads
 from common.self_test.results import Check, SelfTestResult, all_finite, decibels
 
@@ -24,11 +29,14 @@ def attention_checks(sizes: Sizes, draw: Draw, result: SelfTestResult) -> Iterat
     """Yield the checks of attention. The first one also computes the results of the others."""
     shape = sizes.shape
     heads = f"{shape.num_heads}/{shape.num_kv_heads}"
-    text = f"[{sizes.micro_batch_size}, {sizes.sequence_length}, {heads}, {shape.head_dim}]"
+    queries, keys = attention_lengths(sizes)[-1]
+    length = f"{queries} of {keys}" if queries < keys else str(keys)
+    text = f"[{sizes.micro_batch_size}, {length}, {heads}, {shape.head_dim}]"
     ratios: list[float] = []  # dB of the output, dQ, dK, dV
 
     def forward() -> float:
-        q, k, v = (tensor.requires_grad_() for tensor in random_heads(sizes, draw))
+        heads = random_heads(sizes, draw, queries, keys)
+        q, k, v = (tensor.requires_grad_() for tensor in heads)
         with attention_backends(draw.device.type, sizes.dtype):
             result.attention = backend_in_use(q, k, v)
             out = causal_attention(q, k, v)
@@ -55,17 +63,38 @@ def attention_checks(sizes: Sizes, draw: Draw, result: SelfTestResult) -> Iterat
 
 
 def attention_work(sizes: Sizes, draw: Draw) -> Callable[[], object]:
-    """Return the attention of one layer, forward and backward, on a packed projection."""
+    """Return the attention of one layer, forward and backward, on packed projections.
+
+    If ranks share each sequence, it is that of the first one, without the others' keys and values.
+    """
     shape = sizes.shape
-    size = (sizes.micro_batch_size, sizes.sequence_length)
-    projection = draw(*size, shape.qkv_size, dtype=sizes.dtype)
-    d_out = draw(*size, shape.attention_size, dtype=sizes.dtype)
+    parts = []
+    for queries, keys in attention_lengths(sizes):
+        size = (sizes.micro_batch_size, keys)
+        projection = draw(*size, shape.qkv_size, dtype=sizes.dtype)
+        packed = projection.unflatten(-1, (-1, shape.head_dim))
+        q, k, v = packed.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
+        d_out = draw(sizes.micro_batch_size, queries, shape.attention_size, dtype=sizes.dtype)
+        parts.append((q[:, -queries:], k, v, d_out))
 
     def work() -> None:
         with attention_backends(draw.device.type, sizes.dtype):
-            attend(shape, projection, keep=True).backward(d_out)
+            for q, k, v, d_out in parts:
+                attention_graph(q, k, v, keep=True).backward(d_out)
 
     return work
+
+
+def attention_lengths(sizes: Sizes) -> list[tuple[int, int]]:
+    """Return the numbers of queries and keys of each attention of a layer, the longest last.
+
+    If ranks share each sequence, they are those of the first rank's two chunks.
+    """
+    length = sizes.sequence_length
+    if sizes.context_parallel == 1:
+        return [(length, length)]
+    chunk = length // 2
+    return [(chunk, chunk), (chunk, length * sizes.context_parallel)]
 
 
 def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -78,7 +107,9 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
     if engine.module and engine.name != engines.REPEATED_HEADS:
         return str(engine)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True))
+    # Fewer queries than keys are computed in two parts (prefix_attention.py), the larger unmasked.
+    masked = q.shape[2] == k.shape[2]
+    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=masked, enable_gqa=True))
     if chosen == SDPBackend.ERROR:
         raise RuntimeError(
             f"no allowed backend takes {q.dtype} {tuple(q.shape)} with {k.shape[1]} key heads"
@@ -92,19 +123,20 @@ def backend_in_use(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _attention_truth(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, ...]:
-    """Return (out, dQ, dK, dV) of attention in fp32, each [S, heads, D].
+    """Return (out, dQ, dK, dV) of attention in fp32, each [queries or keys, heads, D].
 
-    `q`, `d_out`: [S, group, D], the query heads that share `k` and `v`.
-    `k`, `v`: [S, D].
+    `q`, `d_out`: [queries, group, D], the query heads that share `k` and `v`.
+    `k`, `v`: [keys, D].
 
-    Computes one head at a time, because the math backend stores the scores of a head, S x S.
+    Computes one head at a time, because the math backend stores the scores of a head.
     """
+    mask = causal_lower_right(len(q), len(k))
     k, v = (x.detach().float()[None, None].requires_grad_() for x in (k, v))
     heads: list[tuple[Tensor, ...]] = []
     for head in range(q.shape[1]):
         query = q[:, head].detach().float()[None, None].requires_grad_()
         with sdpa_kernel(SDPBackend.MATH):
-            out = torch.nn.functional.scaled_dot_product_attention(query, k, v, is_causal=True)
+            out = torch.nn.functional.scaled_dot_product_attention(query, k, v, attn_mask=mask)
         gradients = torch.autograd.grad(out, (query, k, v), d_out[:, head].float()[None, None])
         heads.append(tuple(x[0, 0].detach() for x in (out, *gradients)))
     outs, d_q, d_k, d_v = (torch.stack(parts, 1) for parts in zip(*heads, strict=True))

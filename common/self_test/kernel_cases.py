@@ -30,12 +30,13 @@ class Sizes:
     """The parameters that determine the shapes and dtypes of all ops."""
 
     shape: ModelShape
-    sequence_length: int
+    sequence_length: int  # tokens of a sequence that one rank holds
     micro_batch_size: int
     fp8: bool
     lora_rank: int  # 0: all weights train
     kernels: str  # "reference" or "triton"
     dtype: torch.dtype  # of activations
+    context_parallel: int = 1  # ranks that share each sequence
 
     @staticmethod
     def of(config: RunConfig, shape: ModelShape, sequence_length: int, lora_rank: int) -> Sizes:
@@ -44,12 +45,13 @@ class Sizes:
             require_triton_shape(shape)
         return Sizes(
             shape=shape,
-            sequence_length=sequence_length,
+            sequence_length=sequence_length // config.context_parallel,
             micro_batch_size=config.micro_batch_size,
             fp8=config.linear_format.in_fp8,
             lora_rank=lora_rank,
             kernels=config.kernels,
             dtype=DTYPES[config.precision],
+            context_parallel=config.context_parallel,
         )
 
     @property
@@ -151,7 +153,7 @@ def rope_cases(sizes: Sizes, draw: Draw) -> Cases:
         size,
         lambda engine, q: (KERNEL_ENGINES[engine].rope_(qkv.clone(), cos, sin, heads, kv_heads),),
     )
-    gradients = random_heads(sizes, draw)
+    gradients = random_heads(sizes, draw, sizes.sequence_length, sizes.sequence_length)
 
     def backward(engine: str, q: Quantizers) -> tuple[Output, ...]:
         return (KERNEL_ENGINES[engine].rope_backward(*gradients, cos, sin, q.qkv_gradient),)
@@ -178,7 +180,7 @@ def qk_norm_cases(sizes: Sizes, draw: Draw) -> Cases:
         return rotated, before
 
     yield "QK norm + RoPE", size, forward
-    gradients = random_heads(sizes, draw)
+    gradients = random_heads(sizes, draw, sizes.sequence_length, sizes.sequence_length)
     before = draw(
         sizes.tokens, (shape.num_heads + shape.num_kv_heads) * shape.head_dim, dtype=sizes.dtype
     )
@@ -199,15 +201,16 @@ def qk_norm_cases(sizes: Sizes, draw: Draw) -> Cases:
     yield "QK norm + RoPE backward", size, backward
 
 
-def random_heads(sizes: Sizes, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random query, key and value heads, each [batch, sequence, heads, head_dim]."""
+def random_heads(
+    sizes: Sizes, draw: Draw, queries: int, keys: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random query, key and value heads, each [batch, queries or keys, heads, head_dim]."""
 
-    def random(heads: int) -> Tensor:
-        size = (sizes.micro_batch_size, sizes.sequence_length, heads, sizes.shape.head_dim)
-        return draw(*size, dtype=sizes.dtype)
+    def random(length: int, heads: int) -> Tensor:
+        return draw(sizes.micro_batch_size, length, heads, sizes.shape.head_dim, dtype=sizes.dtype)
 
     kv_heads = sizes.shape.num_kv_heads
-    return random(sizes.shape.num_heads), random(kv_heads), random(kv_heads)
+    return random(queries, sizes.shape.num_heads), random(keys, kv_heads), random(keys, kv_heads)
 
 
 def swiglu_cases(sizes: Sizes, draw: Draw) -> Cases:

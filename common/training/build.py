@@ -13,6 +13,7 @@ from common.model.linear_layers import LinearLayers
 from common.model.llama import Head, Llama
 from common.model.precision import DTYPES, default_dtype
 from common.model.shapes import ModelShape
+from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 
 if TYPE_CHECKING:  # a name that exists only for type checkers
@@ -25,7 +26,7 @@ def build(
     config: RunConfig,
     shape: ModelShape,
     sequence_length: int,
-    device: torch.device,
+    processes: Processes,
     *,
     linear: LinearLayers,
     make_layers: Callable[[], tuple[Sequence[nn.Module], Head]],
@@ -42,9 +43,11 @@ def build(
     `before_each_pass`: functions that are called before each forward, of a micro-batch or of an
         evaluation. Their argument is whether the model trains.
     """
+    config.require_chunks(sequence_length)
     with torch.device("meta"), default_dtype(DTYPES[config.precision]):
         blocks, head = make_layers()
-        model = Llama(shape, sequence_length, blocks, head)
+        model = Llama(shape, sequence_length, blocks, head, processes.context)
+    device = processes.device
     model.to_empty(device=device)
     model.tie_embedding()
     model.make_rope_tables(device)
@@ -71,5 +74,5 @@ def _embedding_gradient_is_sparse(
     `vocab_size` rows. Sparse is used up to twice as many rows, because a dense gradient must also
     be zeroed and accumulated. A tied embedding shares its gradient with the head, which is dense.
     """
-    tokens = config.world_size * config.micro_batch_size * sequence_length
+    tokens = config.data_ranks * config.micro_batch_size * sequence_length
     return tokens <= 2 * shape.vocab_size and not shape.tied_embedding

@@ -423,7 +423,8 @@ class Checkpoints:
             raise damaged(
                 folder, f"{FACTS} says {step} steps, the optimizer has made {int(counted)}"
             )
-        self._restore_rank_state(state_of_ranks, step)
+        sharing = facts["config"].get("context_parallel", 1)
+        self._restore_rank_state(state_of_ranks, sharing, step)
         self.assembly.optimizer.gather()
         self.step = step
         if self.interval is None:
@@ -433,18 +434,24 @@ class Checkpoints:
         )
         return step
 
-    def _restore_rank_state(self, state_of_ranks: list[dict[str, Tensor]], step: int) -> None:
+    def _restore_rank_state(
+        self, state_of_ranks: list[dict[str, Tensor]], sharing: int, step: int
+    ) -> None:
         """Restore the state that each rank has for itself.
 
         `state_of_ranks`: the `_rank_state` of each saved rank.
+        `sharing`: number of saved ranks that shared each sequence.
 
-        If the number of ranks has changed, scales follow from the largest values of all saved
-        ranks, and the generators are seeded again.
+        If the number of ranks has changed, or of those that share a sequence, scales follow from
+        the largest values of all saved ranks, and the generators are seeded again: ranks that share
+        a sequence draw the same numbers, and others do not.
         """
         linear = self.assembly.linear
-        if len(state_of_ranks) != self.processes.world_size:
-            linear.resume(state_of_ranks, step, self.processes.world_size / len(state_of_ranks))
-            torch.manual_seed(hash((self.run.seed, step, self.rank)) % 2**63)
+        processes = self.processes
+        same_ranks = len(state_of_ranks) == processes.world_size
+        if not same_ranks or sharing != processes.context.size:
+            linear.resume(state_of_ranks, step, processes.world_size / len(state_of_ranks))
+            torch.manual_seed(hash((self.run.seed, step, processes.data_rank)) % 2**63)
             return
         own_state = state_of_ranks[self.rank]
         linear.resume([own_state], step)

@@ -46,6 +46,7 @@ DEVICE = "device"  # type of the device, "cpu" or "cuda", which older checkpoint
 MAY_DIFFER = {
     "nodes",
     "gpus_per_node",
+    "context_parallel",
     "micro_batch_size",
     "eval_micro_batch_size",
     "hang_timeout_s",

@@ -115,7 +115,15 @@ def assemble_lora(
             offloads = layer in offloaded
             blocks.append(
                 FusedLoraBlock(
-                    shape, layer, frozen_weights, kernels, adapters, linear, offloader, offloads
+                    shape,
+                    layer,
+                    frozen_weights,
+                    kernels,
+                    adapters,
+                    linear,
+                    offloader,
+                    offloads,
+                    processes.context,
                 )
             )
         return blocks, Head(shape, kernels)
@@ -133,7 +141,7 @@ def assemble_lora(
         config,
         shape,
         rules.sequence_length,
-        processes.device,
+        processes,
         linear=linear,
         make_layers=make_layers,
         make_optimizer=partial(_adapter_optimizer, config, rules, processes),
@@ -179,7 +187,7 @@ def _offloader(
     layers = layers_to_offload(config.offload_layers, rules.shape.num_layers)
     if not layers:
         return None, set()
-    tokens = config.micro_batch_size * rules.sequence_length
+    tokens = config.micro_batch_size * rules.sequence_length // config.context_parallel
     e4m3, _ = fp8_dtypes(device)
     gate_up = (tokens, 2 * rules.shape.ffn_hidden_size)
     return ActivationOffloader(len(layers), gate_up, e4m3, device), layers

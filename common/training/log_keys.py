@@ -74,7 +74,7 @@ def hyperparameters(
     `train_samples`: training sequences in the data set.
     `config_filename`: name of the TOML under configs/<benchmark>/.
 
-    All model parallelisms are 1, because this package shards only data and weights.
+    Other model parallelisms are 1, because this package shards only data, weights and sequences.
     """
     linear = config.linear_format
     return [
@@ -96,7 +96,10 @@ def hyperparameters(
         *([(EMULATED_KEY, config.linear)] if linear.emulated else []),
         ("lowest_numerical_precision_in_attn", PRECISIONS[config.precision]),
         ("lowest_numerical_precision_in_comm", _communication_precision(config)),
-        *((f"{kind}_parallelism", 1) for kind in ("tensor", "pipeline", "context", "expert")),
+        ("tensor_parallelism", 1),
+        ("pipeline_parallelism", 1),
+        ("context_parallelism", config.context_parallel),
+        ("expert_parallelism", 1),
         ("micro_batch_size", config.micro_batch_size),
         ("config_filename", config_filename),
     ]

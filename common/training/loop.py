@@ -77,7 +77,8 @@ def evaluate(
     `batches`: int [sequences, 2, length] on the device: tokens and labels.
 
     The loss of a sequence is its mean over the valid tokens. Label -100 marks tokens that are not
-    valid. A sequence without valid tokens does not count. Sums over sequences are fp64.
+    valid. A sequence without valid tokens does not count. Sums over sequences are fp64. Ranks that
+    share a sequence add their tokens' parts of its loss, and each counts it.
     """
     model.eval()  # no dropout
     totals = torch.zeros(2, dtype=torch.float64, device=processes.device)
@@ -90,7 +91,7 @@ def evaluate(
         totals[1] += counts.sum()
     model.train()
     loss, sequences = processes.sum(totals).tolist()
-    return loss / sequences
+    return loss / (sequences / processes.context.size)
 
 
 def next_token_pairs(windows: np.ndarray) -> np.ndarray:
@@ -103,14 +104,16 @@ def rank_micro_batches(
 ) -> list[Tensor]:
     """Return this rank's share of int [sequences, 2, length] as micro-batches on the device.
 
+    Ranks that share sequences have the same ones, whole.
+
     If the sequences cannot be divided evenly, sequences with ignored labels are added. Every rank
     then runs the same number of forwards, and the padding does not count.
     """
-    missing = -len(sequences) % (processes.world_size * micro_batch_size)
+    missing = -len(sequences) % (processes.data_ranks * micro_batch_size)
     padding = np.zeros((missing, *sequences.shape[1:]), sequences.dtype)
     padding[:, 1] = IGNORE_INDEX
-    shares = np.split(np.concatenate((sequences, padding)), processes.world_size)
-    own = torch.from_numpy(shares[processes.rank]).to(processes.device)
+    shares = np.split(np.concatenate((sequences, padding)), processes.data_ranks)
+    own = torch.from_numpy(shares[processes.data_rank]).to(processes.device)
     return list(own.split(micro_batch_size))
 
 

@@ -74,8 +74,8 @@ def open_token_files(
         data,
         config.global_batch_size,
         config.micro_batch_size,
-        processes.rank,
-        processes.world_size,
+        processes.data_rank,
+        processes.data_ranks,
         step,
     )
     prefix = run.data_dir / rules.validation_prefix
@@ -148,7 +148,7 @@ def assemble_full(
 
     def make_layers() -> tuple[list[nn.Module], Head]:
         blocks = [
-            FusedBlock(shape, kernels, linear, layer < config.recompute_layers)
+            FusedBlock(shape, kernels, linear, layer < config.recompute_layers, processes.context)
             for layer in range(shape.num_layers)
         ]
         return [*blocks], Head(shape, kernels)
@@ -169,7 +169,7 @@ def assemble_full(
         config,
         shape,
         rules.sequence_length,
-        processes.device,
+        processes,
         linear=linear,
         make_layers=make_layers,
         make_optimizer=make_optimizer,

@@ -87,7 +87,9 @@ def start(run: Run, reports: Reports, rules: Rules) -> Processes:
     reports.log.cache_clear(os.environ.get("CACHE_CLEARED", "no") != "no")
     reports.log.init_start()
     high_priority = high_priority_compute(run.config, rules)
-    processes = start_processes(run.device, run.config.hang_timeout_s, high_priority)
+    processes = start_processes(
+        run.device, run.config.hang_timeout_s, high_priority, run.config.context_parallel
+    )
     require_world_size(processes, run.config.world_size)
     return processes
 
@@ -113,9 +115,9 @@ def self_tested(run: Run, reports: Reports, rules: Rules, processes: Processes) 
     """Run the self-test, then the block with this rank's seed, both with attention's backends."""
     with attention_backends(processes.device.type, DTYPES[run.config.precision]):
         run_self_test(run.config, rules, processes, reports)
-        # For dropout and stochastic rounding, which must differ between the ranks. Set after the
+        # For dropout, which must differ between ranks with different sequences. Set after the
         # self-test, because some libraries draw numbers in it, and not every start times them.
-        torch.manual_seed(run.seed + processes.rank)
+        torch.manual_seed(run.seed + processes.data_rank)
         yield
 
 

@@ -90,7 +90,7 @@ def synthetic_batches(
     The same four batches are repeated.
     """
     # Not torch's global generator, which must not change.
-    generator = np.random.default_rng(processes.rank)
+    generator = np.random.default_rng(processes.data_rank)
     shape = (micro_batch_size, 2, sequence_length)
     batches = [
         torch.from_numpy(generator.integers(0, vocab_size, shape, np.int32)).to(processes.device)

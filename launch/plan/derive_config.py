@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.benchmarks import divisions, rules_of
 from common.config import FROZEN_BASE_STORAGE, ConfigFile, RunConfig
@@ -28,6 +28,7 @@ from common.gpu_kinds import KINDS, GpuKind
 from common.machine.hardware import MAX_GPUS, config_name, config_names, config_path
 from common.records import rcp
 
+Made = TypeVar("Made")
 NAME = re.compile(r"(\w+)_([1-9]\d*)x([1-9]\d*)")  # MI300X_2x8, for example: 2 nodes of 8
 # GPUs on which torch._scaled_mm multiplies FP8: AMD from gfx942 on, NVIDIA from compute capability
 # 8.9 on.
@@ -66,31 +67,49 @@ def fit_to_machine(
     the GPUs cannot share the global batch, OutOfMemory if no option fits.
     """
     per_node = gpus if kind else config.gpus_per_node
-    ranks = config.nodes * per_node
-    if config.global_batch_size % ranks:
-        batch = config.global_batch_size
-        raise _cannot_be_shared(benchmark, config, batch, per_node, config.nodes)
     work = _workload_of_layers(benchmark, config, layers)
+    batch = config.global_batch_size
+    sizes = _context_sizes(config, overrides, batch, work.sequence_length, per_node, config.nodes)
+    if not sizes:
+        raise _cannot_be_shared(benchmark, config, batch, per_node, config.nodes)
+
+    def fit(size: int) -> tuple[RunConfig, str]:
+        shared = replace(config, gpus_per_node=per_node, context_parallel=size)
+        return _fit_shared(benchmark, config, shared, work, kind, overrides)
+
+    return _first_that_fits(sizes, fit)
+
+
+def _fit_shared(
+    benchmark: str,
+    file: RunConfig,
+    config: RunConfig,
+    work: Workload,
+    kind: GpuKind | None,
+    overrides: Mapping[str, str],
+) -> tuple[RunConfig, str]:
+    """Return what `fit_to_machine` does for `file`, with the machine of `config`."""
     most_tokens = CPU_MICRO_BATCH_TOKENS if kind is None else MICRO_BATCH_TOKENS
-    most = max(1, most_tokens // work.sequence_length)
-    share = config.global_batch_size // ranks
+    most = max(1, most_tokens * config.context_parallel // work.sequence_length)
+    share = config.global_batch_size // config.data_ranks
     divisors = (size for size in range(min(most, share), 0, -1) if share % size == 0)
-    evaluated = -(-work.eval_samples // ranks)
+    evaluated = -(-work.eval_samples // config.data_ranks)
     largest = {"micro_batch_size": next(divisors), "eval_micro_batch_size": min(most, evaluated)}
     changes: dict[str, Any] = {key: size for key, size in largest.items() if key not in overrides}
     if kind is None:
         changes["env"] = CPU_ENV | config.env
         fitted = replace(config, gpu="CPU", **changes)
-        text = f"fitted to a CPU in fp32: {_changes(config, fitted, overrides)}"
+        text = f"fitted to a CPU in fp32: {_changes(file, fitted, overrides)}"
         # The format "bf16" means fp32 on a CPU (RunConfig.precision).
         return replace(fitted, linear="bf16"), text
     if not kind.arch.startswith(WITH_FP8):
         changes["linear"] = "bf16"
     if kind.vendor == "nvidia":
         changes["env"] = NVIDIA_ENV | config.env
-    limit = replace(config, gpu=kind.name, gpus_per_node=gpus, **changes)
+    limit = replace(config, gpu=kind.name, **changes)
     fitted = _fit_to_gpus(benchmark, limit, work, kind, overrides)
-    return fitted, f"fitted to {gpus} x {kind.name}: {_changes(config, fitted, overrides)}"
+    where = f"{config.gpus_per_node} x {kind.name}"
+    return fitted, f"fitted to {where}: {_changes(file, fitted, overrides)}"
 
 
 def _fit_to_gpus(
@@ -129,6 +148,48 @@ def _fitting_with_headroom(
     if config is None:
         raise _does_not_fit(benchmark, start, work, kind)
     return config
+
+
+def _possible_sizes(sequence_length: int, gpus: int) -> list[int]:
+    """Return the numbers of a node's GPUs that could share a sequence, the fewest first."""
+    return [
+        size
+        for size in range(1, gpus + 1)
+        if gpus % size == 0 and (size == 1 or sequence_length % (2 * size) == 0)
+    ]
+
+
+def _context_sizes(
+    config: RunConfig,
+    overrides: Mapping[str, str],
+    batch: int,
+    sequence_length: int,
+    gpus: int,
+    nodes: int,
+) -> list[int]:
+    """Return those of `_possible_sizes` with which each group of GPUs gets whole sequences.
+
+    A number that the config or --set gives is the only one. `gpus`: of one node.
+    """
+    if "context_parallel" in overrides or config.context_parallel > 1:
+        return [config.context_parallel]
+    sizes = _possible_sizes(sequence_length, gpus)
+    return [size for size in sizes if batch % (nodes * gpus // size) == 0]
+
+
+def _first_that_fits(sizes: Sequence[int], make: Callable[[int], Made]) -> Made:
+    """Return `make` of the first number of GPUs that does not run out of memory.
+
+    Raise the OutOfMemory of the first one if all do.
+    """
+    failure: OutOfMemory | None = None
+    for size in sizes:
+        try:
+            return make(size)
+        except OutOfMemory as error:
+            failure = failure or error
+    assert failure is not None, "there is a number of GPUs"
+    raise failure
 
 
 def _workload_of_layers(benchmark: str, config: RunConfig, layers: int) -> Workload:
@@ -187,7 +248,8 @@ def derive(
 
     On several nodes the global batch is the one that reaches the target first, with the learning
     rate, the warm-up and twice the sequences of the reference's runs. Benchmarks without such runs
-    keep the file's batch.
+    keep the file's batch. GPUs share sequences if there are fewer sequences than GPUs, or if no
+    option fits otherwise.
 
     Raises ConfigError if the GPUs cannot share the global batch, OutOfMemory if no option fits.
     """
@@ -195,14 +257,18 @@ def derive(
     changes = _start(benchmark, given, kind, gpus, nodes)
     configs = []
     for keys in _keys_of_batches(benchmark, file, gpus, nodes):
-        start = file.changed(changes | keys)
-        work = _workload_of_layers(benchmark, start, layers)
-        if kind is None:
-            configs.append(next(_candidates(start, given, file.overrides))[0])
-        else:
-            configs.append(
-                _fitting_with_headroom(benchmark, start, given, work, kind, file.overrides)
-            )
+
+        def make(size: int, keys: dict[str, int | float] = keys) -> RunConfig:
+            start = file.changed(changes | keys | {"context_parallel": size})
+            work = _workload_of_layers(benchmark, start, layers)
+            if kind is None:
+                return next(_candidates(start, given, file.overrides))[0]
+            return _fitting_with_headroom(benchmark, start, given, work, kind, file.overrides)
+
+        batch = int(keys.get("global_batch_size", given.global_batch_size))
+        length = rules_of(benchmark, given).sequence_length
+        sizes = _context_sizes(given, file.overrides, batch, length, gpus, nodes)
+        configs.append(_first_that_fits(sizes, make))
     config = configs[0]
     if len(configs) > 1:
         config = min(configs, key=lambda each: _time_to_target(benchmark, each, kind, network_gb_s))
@@ -226,12 +292,21 @@ def _keys_of_batches(
     """
     given = file.config
     rules = rules_of(benchmark, given)
+    length = rules.sequence_length
     by_reference = nodes > 1 and bool(rules.reference_runs)
     text = file.overrides.get("global_batch_size", "")
     if by_reference and not text:
-        return [rcp.keys_at(rules, batch) for batch in rcp.batches(rules, nodes * gpus)]
+        batches: set[int] = set()
+        sizes = _possible_sizes(length, gpus)
+        if "context_parallel" in file.overrides:
+            sizes = [given.context_parallel]
+        for size in sizes:
+            batches.update(rcp.batches(rules, nodes * gpus // size))
+        return [rcp.keys_at(rules, batch) for batch in sorted(batches)]
     batch = text or str(given.global_batch_size)
-    if batch.isdecimal() and int(batch) % (nodes * gpus):
+    if batch.isdecimal() and not _context_sizes(
+        given, file.overrides, int(batch), length, gpus, nodes
+    ):
         raise _cannot_be_shared(benchmark, given, int(batch), gpus, nodes)
     return [rcp.keys_at(rules, int(batch))] if by_reference and batch.isdecimal() else [{}]
 
@@ -318,7 +393,7 @@ def _candidates(
 
     The configs of a storage differ in their micro-batch, the largest first.
     """
-    share = start.global_batch_size // start.world_size
+    share = start.global_batch_size // start.data_ranks
     sizes: Sequence[int] = range(limit.micro_batch_size, 0, -1)
     if "micro_batch_size" in overrides:
         sizes = [start.micro_batch_size]
@@ -424,7 +499,7 @@ def _does_not_fit(benchmark: str, start: RunConfig, work: Workload, kind: GpuKin
     options = ", ".join(f"{key} {value}" for key, value in tried.items())
     needed_gib = gib(needed(gpus, all_layers).needed)
     sizes = f"{needed_gib:.1f} GiB of {gib(usable_bytes(kind)):.1f} usable"
-    share = start.global_batch_size // start.micro_batch_size
+    share = start.global_batch_size * start.context_parallel // start.micro_batch_size
     counts = (
         n
         for n in range(gpus + 1, MAX_GPUS + 1)

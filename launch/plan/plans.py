@@ -260,7 +260,7 @@ def describe(plan: Plan, ways: Iterable[str], layouts: Sequence[Plan] = ()) -> l
             f"node's {config.gpus_per_node} GPUs."
         )
     most = largest_micro_batch(config, work, kind)
-    share = config.global_batch_size // config.world_size
+    share = config.global_batch_size // config.data_ranks
     limit = f" The global batch allows {share}." if plan.rules and most > share else ""
     count = "one GPU" if config.world_size == 1 else f"{config.world_size} GPUs"
     settings = f"The same settings on {count} of every kind"
@@ -291,9 +291,12 @@ def precision(config: RunConfig) -> str:
 def title(plan: Plan) -> str:
     """Return the line with name, source, GPUs, batch and precision."""
     config = plan.config
+    shared = ""
+    if config.context_parallel > 1:
+        shared = f", each sequence on {config.context_parallel} GPUs"
     return (
-        f"{plan.name}, {plan.source}: {config.world_size} x {config.gpu}, "
-        f"global batch {config.global_batch_size} = {config.world_size} x micro-batch "
+        f"{plan.name}, {plan.source}: {config.world_size} x {config.gpu}{shared}, "
+        f"global batch {config.global_batch_size} = {config.data_ranks} x micro-batch "
         f"{config.micro_batch_size} x {config.gradient_accumulation_steps}, {precision(config)}"
     )
 

@@ -21,6 +21,7 @@ DAY = 24 * 60  # minutes
 HEAD = [
     "GPUs",
     "global batch",
+    "GPUs a sequence",
     "learning rate",
     "sequences to target",
     "tok/s/GPU",
@@ -124,6 +125,7 @@ def row(gpus: int, point: scaling.ScalingPoint | None, head: Sequence[str], name
     cells = {
         "GPUs": str(gpus),
         "global batch": f"{config.global_batch_size}",
+        "GPUs a sequence": str(config.context_parallel),
         "learning rate": number(config.opt_base_learning_rate, ".2g") + star,
         "sequences to target": f"{point.samples:,.0f}{star}",
         "tok/s/GPU": f"{point.speed.tokens_per_s_per_gpu:,.0f}",

@@ -138,6 +138,10 @@ def _about_rules(benchmark: str, config: RunConfig) -> list[Objection]:
             f"set it to {rules.eval_samples:,} or less",
         )
         objections.append(Objection(RULES, error))
+    try:
+        config.require_chunks(rules.sequence_length)
+    except ConfigError as not_divisible:
+        objections.append(Objection(RULES, not_divisible))
     first = rules.first_evaluation(config.global_batch_size)
     if config.max_samples < first:
         error = config.unusable(

@@ -132,8 +132,11 @@ def _storages(base: RunConfig, work: Workload) -> list[Changes]:
 
 
 def _micro_batch_sizes(base: RunConfig) -> list[int]:
-    """Return the divisors of a GPU's share of the global batch, the largest first."""
-    share = base.global_batch_size // base.world_size
+    """Return the divisors of a GPU's share of the global batch, the largest first.
+
+    The number of GPUs that share a sequence stays that of the config.
+    """
+    share = base.global_batch_size // base.data_ranks
     return [size for size in range(share, 0, -1) if share % size == 0]
 
 

@@ -192,8 +192,10 @@ def launch_adapter(shape: ModelShape, quantizers: Quantizers) -> None:
     a = bf16(RANK, hidden)
     b = bf16(qkv, RANK)
     dropout = lora.Dropout(torch.empty(1, dtype=torch.int64, device=META), 0.1)
+    numbers = torch.empty(TOKENS, dtype=torch.int32, device=META)
+    shared = dropout._replace(row_numbers=numbers)  # by ranks that share sequences
     for norm in (None, lora.Norm(fp32(TOKENS), bf16(hidden))):
-        for dropped in (None, dropout):
+        for dropped in (None, dropout, shared):
             lora.down_triton(x, norm, a, dropped)
             lora.down_backward_triton_(bf16(TOKENS, hidden), x, norm, t, a, dropped)
     for gradient in (None, quantizers.backward):

@@ -73,9 +73,11 @@ def test_the_kernels_are_as_exact_as_plain_torch(M, K, N, R, dtype, normed, drop
     ), "sums in a fixed order"
 
 
-def test_the_kernels_have_the_mask_of_the_reference_element_for_element():
+@pytest.mark.parametrize("has_numbers", [False, True])
+def test_the_kernels_have_the_mask_of_the_reference_element_for_element(has_numbers):
     """P A adds exactly 1 wherever an element stays."""
-    dropout = Dropout(torch.tensor([123456789123], device=DEVICE), 0.3)
+    numbers = 1000 - torch.arange(45, dtype=torch.int32, device=DEVICE) if has_numbers else None
+    dropout = Dropout(torch.tensor([123456789123], device=DEVICE), 0.3, numbers)
     shown, ones = torch.zeros(45, 1003, device=DEVICE), torch.ones(45 + 1003, device=DEVICE)
     KERNELS.down_backward_(
         shown,

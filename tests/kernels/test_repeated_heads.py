@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import engines
 from common.errors import ConfigError
-from common.kernels import attention
+from common.kernels import attention, prefix_attention
 from common.kernels import repeated_heads_attention as repeated
 from common.kernels.attention import attention_backends, causal_attention
 from common.self_test.attention import attention_checks
@@ -83,7 +83,7 @@ def test_the_backward_gets_equal_heads_and_equal_strides(monkeypatch):
                 d_out, q, k, v, *rest
             )
 
-    monkeypatch.setattr(repeated, "aten", Aten)
+    monkeypatch.setattr(prefix_attention, "aten", Aten)
     leaves = packed_leaves(SHAPES[0], torch.float32)
     gradients(repeated.causal_attention, leaves, torch.randn(leaves[0].shape))
     batch, sequence, heads, _, head_dim = SHAPES[0]
@@ -98,10 +98,9 @@ def test_a_group_is_summed_in_fp32():
 def test_the_self_test_runs_and_names_repeated_heads(monkeypatch):
     let_run_on_a_cpu(monkeypatch, engines.ATTENTION, "repeated_heads")
     called = []
+    right = repeated.causal_attention
     monkeypatch.setattr(
-        repeated,
-        "causal_attention",
-        lambda *parts: called.append(1) or repeated.RepeatedHeadsAttention.apply(*parts),
+        repeated, "causal_attention", lambda *parts: called.append(1) or right(*parts)
     )
     sizes = Sizes(MINIATURE.shape, 32, 1, False, 0, "reference", torch.bfloat16)
     result = SelfTestResult()

@@ -121,7 +121,7 @@ def test_dropout_is_drawn_anew_each_time_and_only_in_training():
     first, second = block(x, *tables), block(x, *tables)
     torch.manual_seed(3)
     assert torch.equal(first, block(x, *tables)) and not torch.equal(first, second)
-    masks = [keep_mask(16, 64, dropout) for dropout in block.draw_dropouts(x.device)]
+    masks = [keep_mask(16, 64, dropout) for dropout in block.draw_dropouts(x)]
     assert not torch.equal(*masks), "the two adapters have masks of their own"
     without = fused_block(plain_block(), 0.0)(x, *tables)
     state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""FP8 and stochastic rounding where the number of ranks matters."""
+"""FP8 and random numbers where the number of ranks matters."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,8 @@ import torch
 from common.kernels.fp8 import INVERSE, SATURATED, SCALE
 from common.kernels.quantize import quantize_reference
 from common.model.linear_layers import DelayedScaling
+from common.sharding.context_parallel import ContextGroup
+from common.sharding.processes import Processes
 from common.training import pretraining, timed_run
 from llama31_8b import train
 
@@ -45,16 +47,18 @@ def test_gradients_of_more_ranks_do_not_saturate_in_the_first_step(ranks):
     assert gradient.state[SCALE] < before.quantizers[1].state[SCALE] / (ranks / 2)
 
 
-def test_each_rank_of_the_8b_rounds_with_numbers_of_its_own(monkeypatch, tmp_path):
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_ranks_draw_other_numbers_unless_they_share_sequences(monkeypatch, tmp_path, sharing):
     class Stopped(Exception):
         pass
 
     def stop(*arguments):
         raise Stopped
 
-    seeds = set()
+    seeds = []
     for rank in range(8):
-        processes = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+        context = ContextGroup(sharing, rank % sharing)
+        processes = Processes(rank, 8, torch.device("cpu"), None, context)
         monkeypatch.setattr(timed_run, "start", lambda *arguments, found=processes: found)
         monkeypatch.setattr(timed_run, "log_submission", lambda *arguments: None)
         monkeypatch.setattr(pretraining, "sequences_in", lambda *arguments: 1)
@@ -68,5 +72,5 @@ def test_each_rank_of_the_8b_rounds_with_numbers_of_its_own(monkeypatch, tmp_pat
         )
         with pytest.raises(Stopped):
             train.run_rank(run, SimpleNamespace(log=None))
-        seeds.add(torch.initial_seed())
-    assert len(seeds) == 8
+        seeds.append(torch.initial_seed())
+    assert seeds == [5 + rank // sharing for rank in range(8)]
