@@ -30,6 +30,7 @@ from common.data.preparation import (
     require_same_recipe,
     say,
 )
+from common.data.text_documents import Key
 from common.data.text_inputs import input_files
 from common.data.text_parts import SPLITS, Encode, Work, write_token_files
 from common.data.verification import verify
@@ -95,6 +96,7 @@ def prepare_text(
     _complete_record(data_dir, about)
     loaded = load_tokenizer(tokenizer, settings.eos)
     chat = settings.key is None
+    key: Key = partial(render_record, tokenizer=tokenizer) if settings.key is None else settings.key
     if chat:
         load_template(tokenizer)
 
@@ -107,7 +109,7 @@ def prepare_text(
             tokenizer,
             partial(_chat_encoder if chat else _document_encoder, eos=settings.eos),
             loaded.vocab_size,
-            partial(render_record, tokenizer=tokenizer) if chat else settings.key,
+            key,
             settings.validation_fraction,
             masked=chat,
         )
@@ -224,6 +226,7 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
     """
     if vocab_size:
         target = data_dir / SENTENCEPIECE
+        assert settings.key is not None, "conversations come with a tokenizer"
         if not target.exists():
             train_tokenizer(files, settings.key, vocab_size, target)
         elif not (data_dir / RECORD).is_file():

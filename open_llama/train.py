@@ -28,6 +28,7 @@ from common.training.run import Run
 from common.training.schedules import warmup_constant, warmup_cosine, warmup_linear
 from open_llama.base_config import copy_generation_config, kept_entries
 from open_llama.data import (
+    counted_tokens,
     epochs_text,
     padding_share,
     sequences_in,
@@ -87,12 +88,15 @@ def learning_rate(config: Config) -> Callable[[int], float]:
 
 def open_data(
     run: Run, rules: Rules, processes: Processes, step: int
-) -> tuple[Iterator[np.ndarray], np.ndarray]:
+) -> tuple[Iterator[np.ndarray], np.ndarray, Iterator[int] | None]:
     """Open the token files (see `timed_run.OpenData`)."""
     config = run.config
     assert isinstance(config, Config)
     batches = training_batches(config, rules, run.data_dir, run.seed, processes.rank, step)
-    return batches, validation_pairs(config, rules, run.data_dir)
+    counted = None
+    if rules.counts_answers(run.data_dir):
+        counted = counted_tokens(config, rules, run.data_dir, run.seed, step)
+    return batches, validation_pairs(config, rules, run.data_dir), counted
 
 
 if __name__ == "__main__":

@@ -1,17 +1,13 @@
 """Conversations: templates and masks as transformers', the four forms, and what is refused."""
 
-import json
 import random
 from pathlib import Path
 
-import pyarrow
 import pytest
-from chats import SPECIAL, TEMPLATES, random_messages, template, write_tokenizer
-from pyarrow import parquet
+from chats import TEMPLATES, random_messages, template, write_tokenizer
 
-from common.data.text_inputs import documents, sources_of
 from common.errors import DataError
-from open_llama.chat import conversation, load_template, mask_of, render_record
+from open_llama.chat import load_template, mask_of
 from open_llama.tokenizer import load_tokenizer
 
 CONVERSATIONS = 200
