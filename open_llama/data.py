@@ -65,9 +65,7 @@ def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray
             prefix, rules.sequence_length, rules.eval_samples, rules.shape.vocab_size
         )
         return next_token_pairs(windows)
-    documents = documents_of(prefix, rules)
-    numbers = spread(rules.eval_samples, len(documents))
-    return np.stack([documents[number] for number in numbers])
+    return documents_of(prefix, rules).spread(rules.eval_samples)
 
 
 def spread(count: int, available: int) -> list[int]:
@@ -130,6 +128,10 @@ class Documents:
             first = int(index.sequence_offsets[document]) // index.dtype.itemsize
             pair[1, : length - 1][self.mask[first + 1 : first + length] != 1] = IGNORE_INDEX
         return pair
+
+    def spread(self, count: int) -> np.ndarray:
+        """Return `count` documents, spread evenly over the file, [count, 2, sequence_length]."""
+        return np.stack([self[number] for number in spread(count, len(self))])
 
 
 def documents_of(prefix: Path, rules: Rules) -> Documents:

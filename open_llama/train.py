@@ -54,16 +54,20 @@ def run_rank(run: Run, reports: Reports) -> None:
     lr_at = learning_rate(config)
     open_tokens = partial(open_data, run, rules, processes)
     padding = padding_share(config, index)
+
+    def add_tokenizer(folder: Path) -> None:
+        require_same_tokenizer(tokenizer, run.data_dir, folder)
+        copy_tokenizer(run.data_dir, folder)
+
     if config.lora_rank:
-        finetune(run, reports, rules, processes, lr_at, open_tokens, padding)
+        finetune(run, reports, rules, processes, lr_at, open_tokens, padding, add_tokenizer)
         return
     fill = partial(load_masters, in_repository(config.weights)) if config.weights else None
 
     def save(model: Llama) -> None:
         folder = saved_model.save_model(model, run.run_dir, reports.saving, entries)
         copy_generation_config(config, folder)
-        require_same_tokenizer(tokenizer, run.data_dir, folder)
-        copy_tokenizer(run.data_dir, folder)
+        add_tokenizer(folder)
 
     pretrain(run, reports, rules, processes, lr_at, open_tokens, fill, save, padding)
 
