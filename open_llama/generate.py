@@ -21,8 +21,9 @@ if TYPE_CHECKING:  # not at run time: --help must not import it
 def generate(options: argparse.Namespace) -> None:
     """Print a continuation of each prompt, or the answer to it.
 
-    Note a length that the model was not trained with. Raises ConfigError if there is no model, if transformers is not installed, or if the model
-    cannot read a prompt.
+    Note a length that the model was not trained with. Raises ConfigError if there is no model, if
+    transformers is not installed, or if the model cannot read a prompt, and DataError if --chat has
+    no usable chat template.
     """
     # These need torch, which --help must not import.
     from common.model.peft_adapter import require_adapter
