@@ -182,7 +182,7 @@ class Job:
     @property
     def data_files(self) -> list[Path]:
         """Paths of the files that a run reads, under the data directory."""
-        return [self.data_dir / name for name in self.rules.data_files]
+        return [self.data_dir / name for name in self.rules.recorded_files(self.data_dir)]
 
 
 def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:

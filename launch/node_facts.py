@@ -81,7 +81,7 @@ def _facts_of_files(job: Job) -> dict[str, str]:
     """Return "data NAME" or "weights NAME" -> size and sample of each file that the ranks read."""
     weights = job.rules.weights_folder(job.config, job.data_dir, job.environment)
     records = {
-        "data": data_record(job.data_dir, job.rules.data_files),
+        "data": data_record(job.data_dir, job.rules.recorded_files(job.data_dir)),
         "weights": base_record(weights),
     }
     return {

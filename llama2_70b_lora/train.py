@@ -35,7 +35,7 @@ def run_rank(run: Run, reports: Reports) -> None:
 
 def open_data(
     run: Run, rules: Rules, processes: Processes, step: int
-) -> tuple[Iterator[np.ndarray], np.ndarray]:
+) -> tuple[Iterator[np.ndarray], np.ndarray, None]:
     """Open the files of both splits (see `timed_run.OpenData`)."""
     rows = read_rows(run.data_dir, "train", rules)
     batches = train_batches(
@@ -47,7 +47,7 @@ def open_data(
         processes.data_ranks,
         step,
     )
-    return batches, next_token_labels(read_rows(run.data_dir, "validation", rules))
+    return batches, next_token_labels(read_rows(run.data_dir, "validation", rules)), None
 
 
 if __name__ == "__main__":

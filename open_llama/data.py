@@ -2,7 +2,8 @@
 
 A stream is read in Megatron's order (common/data/gpt_dataset.py). With one document per sequence,
 the documents are shuffled in each epoch (common/data/shuffled_epochs.py). A document longer than a
-sequence is cut off, and a shorter one is padded. The loss ignores padding.
+sequence is cut off, and a shorter one is padded. The loss ignores padding, and of conversations all
+but the answers. Documents without a token that counts are left out.
 
 Sequences of an evaluation are spread evenly over the validation file. The first ones could belong
 to a few long documents.
@@ -17,7 +18,13 @@ import numpy as np
 
 from common.data.gpt_dataset import TrainData, checked_ids, train_batches
 from common.data.indexed_dataset import Index, Tokens
-from common.data.indexed_dataset_header import index_path, tokens_path, whole_sequences
+from common.data.indexed_dataset_header import (
+    index_path,
+    label_counts,
+    mask_path,
+    tokens_path,
+    whole_sequences,
+)
 from common.data.shuffled_epochs import shuffled_micro_batches
 from common.errors import DataError
 from common.kernels.cross_entropy import IGNORE_INDEX
@@ -37,7 +44,7 @@ def training_batches(
     prefix = data_dir / rules.train_data
     vocab_size = rules.shape.vocab_size
     if config.one_document_per_sequence:
-        return document_batches(Documents(prefix, rules), config, seed, rank, step)
+        return document_batches(documents_of(prefix, rules), config, seed, rank, step)
     samples = config.steps * config.global_batch_size
     data = TrainData(prefix, rules.sequence_length, samples, seed, vocab_size)
     windows = train_batches(
@@ -58,9 +65,7 @@ def validation_pairs(config: Config, rules: Rules, data_dir: Path) -> np.ndarray
             prefix, rules.sequence_length, rules.eval_samples, rules.shape.vocab_size
         )
         return next_token_pairs(windows)
-    documents = Documents(prefix, rules)
-    numbers = spread(rules.eval_samples, len(documents))
-    return np.stack([documents[number] for number in numbers])
+    return documents_of(prefix, rules).spread(rules.eval_samples)
 
 
 def spread(count: int, available: int) -> list[int]:
@@ -85,20 +90,24 @@ def spread_windows(prefix: Path, sequence_length: int, count: int, vocab_size: i
 
 
 class Documents:
-    """The documents of a token file that have at least two tokens.
+    """The documents of a token file that have a label that counts.
 
     Each is int32 [2, sequence_length]: tokens and labels.
     """
 
-    def __init__(self, prefix: Path, rules: Rules):
-        """Open the token file. Raises DataError."""
+    def __init__(self, prefix: Path, sequence_length: int, vocab_size: int):
+        """Open the token file, and read its mask if it has one. Raises DataError."""
         index = Index.read(prefix)
-        self.rules = rules
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
         self.tokens: Tokens = index.open_tokens()
         self.lengths = index.sequence_lengths
-        self.numbers = np.flatnonzero(self.lengths >= 2)
+        self.numbers = np.flatnonzero(labels_that_count(index, sequence_length))
+        self.mask: np.ndarray | None = None  # of all tokens
+        if mask_path(prefix).exists():
+            self.mask = np.fromfile(mask_path(prefix), np.uint8)
         if not len(self.numbers):
-            what = f"{index_path(prefix)}: no document has two tokens"
+            what = f"{index_path(prefix)}: no document has a token to predict"
             raise DataError(what, "the loss needs a token and the one after it", "check the data")
 
     def __len__(self) -> int:
@@ -107,15 +116,42 @@ class Documents:
     def __getitem__(self, number: int) -> np.ndarray:
         """Return a document. Raises DataError if an id is outside the vocabulary."""
         document = int(self.numbers[number])
-        length = min(int(self.lengths[document]), self.rules.sequence_length + 1)
+        length = min(int(self.lengths[document]), self.sequence_length + 1)
         stored = self.tokens.read_sequence(document, 0, length)
-        vocab_size = self.rules.shape.vocab_size
-        ids = checked_ids(stored, vocab_size, self.tokens.path, f"document {document}")
-        pair = np.zeros((2, self.rules.sequence_length), np.int32)
+        ids = checked_ids(stored, self.vocab_size, self.tokens.path, f"document {document}")
+        pair = np.zeros((2, self.sequence_length), np.int32)
         pair[1] = IGNORE_INDEX
         pair[0, : length - 1] = ids[:-1]
         pair[1, : length - 1] = ids[1:]
+        if self.mask is not None:
+            index = self.tokens.index
+            first = int(index.sequence_offsets[document]) // index.dtype.itemsize
+            pair[1, : length - 1][self.mask[first + 1 : first + length] != 1] = IGNORE_INDEX
         return pair
+
+    def spread(self, count: int) -> np.ndarray:
+        """Return `count` documents, spread evenly over the file, [count, 2, sequence_length]."""
+        return np.stack([self[number] for number in spread(count, len(self))])
+
+
+def documents_of(prefix: Path, rules: Rules) -> Documents:
+    """Open a token file of a run. Raises DataError."""
+    return Documents(prefix, rules.sequence_length, rules.shape.vocab_size)
+
+
+def labels_that_count(index: Index, sequence_length: int) -> np.ndarray:
+    """Return the number of labels that count in each document's sequence, int64 [documents].
+
+    Raises DataError.
+    """
+    if mask_path(index.prefix).exists():
+        return np.fromiter(label_counts(index.prefix, sequence_length), np.int64)
+    return labels_in(index, sequence_length)
+
+
+def labels_in(index: Index, sequence_length: int) -> np.ndarray:
+    """Return the number of labels in each document's sequence, int64 [documents]."""
+    return np.clip(index.sequence_lengths.astype(np.int64) - 1, 0, sequence_length)
 
 
 def document_batches(
@@ -139,10 +175,22 @@ def document_batches(
         yield np.stack([documents[number] for number in numbers])
 
 
+def counted_tokens(
+    config: Config, rules: Rules, data_dir: Path, seed: int, step: int
+) -> Iterator[int]:
+    """Yield the number of tokens that count in each global batch, from `step` on, without end."""
+    index = Index.read(data_dir / rules.train_data)
+    counts = labels_that_count(index, rules.sequence_length)
+    counts = counts[counts > 0]
+    batch = config.global_batch_size
+    for numbers in shuffled_micro_batches(len(counts), seed, batch, batch, 0, 1, step):
+        yield int(counts[numbers].sum())
+
+
 def sequences_in(config: Config, index: Index) -> int:
     """Return the number of training sequences in one epoch. `index`: of the training data."""
     if config.one_document_per_sequence:
-        return int((index.sequence_lengths >= 2).sum())
+        return int(np.count_nonzero(labels_that_count(index, config.sequence_length)))
     return whole_sequences(index.num_tokens, config.sequence_length)
 
 
@@ -153,11 +201,11 @@ def padding_share(config: Config, index: Index) -> float:
     """
     if not config.one_document_per_sequence:
         return 0.0
-    # A document of n tokens has n - 1 pairs of a token and its label.
-    pairs = index.sequence_lengths[index.sequence_lengths >= 2].astype(np.int64) - 1
-    if not len(pairs):
+    length = config.sequence_length
+    labels = labels_in(index, length)[labels_that_count(index, length) > 0]
+    if not len(labels):
         return 0.0  # reading the data fails
-    return 1 - float(np.minimum(pairs, config.sequence_length).mean()) / config.sequence_length
+    return 1 - float(labels.mean()) / length
 
 
 def epochs_text(config: Config, index: Index) -> str:
@@ -177,6 +225,13 @@ def epochs_text(config: Config, index: Index) -> str:
         lines[0] += ": it repeats the text"
     if padding := padding_share(config, index):
         lines[0] += f"; {padding:.1%} of the positions are padding"
+    if mask_path(index.prefix).exists():
+        counts = labels_that_count(index, length)
+        share = counts.sum() / max(1, labels_in(index, length)[counts > 0].sum())
+        lines.append(
+            f"answers: {counts.sum():,} tokens ({share:.1%} of the text) count in the loss;"
+            f" {np.count_nonzero(counts == 0):,} conversations without one are left out"
+        )
     if config.one_document_per_sequence:
         # A sequence also reads the token after it, as its last label.
         cut = np.maximum(index.sequence_lengths.astype(np.int64) - length - 1, 0)

@@ -2,7 +2,9 @@
 
 The loss is the natural-log cross entropy per token, averaged over each sequence and then over the
 sequences, as in training. The sequences are cut from one stream of all documents, also for a model
-that was trained with one_document_per_sequence. A GPU computes in bf16, a CPU in fp32.
+that was trained with one_document_per_sequence. For data of `prepare chat`, a sequence is a
+conversation, and the loss is the mean over the tokens of all answers. A GPU computes in bf16, a CPU
+in fp32.
 """
 
 from __future__ import annotations

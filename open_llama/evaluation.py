@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from common import config as configs
 from common.data.indexed_dataset_header import (
     index_path,
+    mask_path,
     require_validation,
+    stored_documents,
     stored_sequences,
     tokens_path,
 )
@@ -31,9 +34,9 @@ from common.model.peft_adapter import OUTPUT, SPLIT, require_adapter
 from common.model.precision import DTYPES, default_dtype
 from common.sharding.processes import start_processes
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
-from open_llama.data import spread_windows
+from open_llama.data import Documents, spread_windows
 from open_llama.rules import BENCHMARK
-from open_llama.tokenizer import RECORD
+from open_llama.tokenizer import RECORD, are_masked
 
 MICRO_BATCH_TOKENS = 8192
 DEFAULT_LENGTH = 1024  # tokens per sequence
@@ -141,13 +144,16 @@ def measure(options: argparse.Namespace) -> None:
     if options.adapter:
         require_adapter(options.adapter)
     length = options.sequence_length or default_length(options.model, options.adapter)
+    masked = are_masked([options.data])  # conversations, of which the loss counts the answers
     available = stored_sequences(options.data, length)
+    if masked:
+        available = stored_documents(options.data, length, sys.maxsize)
     sequences = options.sequences or available
     unit = f"sequences of {length} tokens"
     do = "set smaller --sequences or a smaller --sequence-length, or name a longer file"
     require_validation(options.data, available, max(1, sequences), unit, do)
     vocab_size = family_of(str(options.model)).shape.vocab_size
-    files = [index_path(options.data), tokens_path(options.data)]
+    files = [index_path(options.data), tokens_path(options.data), mask_path(options.data)]
     prepare = f"./run_and_time.sh {BENCHMARK} prepare"
     require_as_recorded(options.data.parent / RECORD, files, vocab_size, prepare)
     processes = start_processes(device_name, 600.0)
@@ -155,9 +161,13 @@ def measure(options: argparse.Namespace) -> None:
         model = load_model(options.model, length, processes.device)
         if options.adapter:
             add_adapter(model, options.adapter)
-        pairs = next_token_pairs(spread_windows(options.data, length, sequences, vocab_size))
+        if masked:
+            pairs = Documents(options.data, length, vocab_size).spread(sequences)
+        else:
+            pairs = next_token_pairs(spread_windows(options.data, length, sequences, vocab_size))
         size = max(1, min(sequences, MICRO_BATCH_TOKENS // length))
-        loss = evaluate(model, rank_micro_batches(pairs, processes, size), processes)
+        batches = rank_micro_batches(pairs, processes, size)
+        loss = evaluate(model, batches, processes, per_token=masked)
     torch.distributed.destroy_process_group()
     if not math.isfinite(loss):
         what = f"{options.model}: the loss is {loss}"

@@ -45,11 +45,14 @@ def export(options: argparse.Namespace) -> None:
     rules = rules_of(config)
     out = options.out or run / f"exported_step_{facts['step']:08d}"
     require_new(out)
+    data_dir = data_of_run(facts, rules)
     if config.lora_rank:
         export_adapter(folder, config, rules, out)
     else:
         with new_folder(out) as new:
-            export_model(folder, config, rules, new, data_of_run(facts, rules))
+            export_model(folder, config, rules, new, data_dir)
+    if data_dir and not copy_tokenizer(data_dir, out):
+        say(f"note: {data_dir} has no tokenizer to copy; DATADIR names the folder of the data")
     say(f"{out}: step {facts['step']:,}, {facts['samples']:,} sequences")
 
 
@@ -73,7 +76,7 @@ def data_of_run(facts: dict, rules: Rules) -> Path | None:
 def export_model(
     folder: Path, config: Config, rules: Rules, out: Path, data_dir: Path | None
 ) -> None:
-    """Write the weights, rounded to the run's precision, and the tokenizer in `data_dir`.
+    """Write the weights, rounded to the run's precision.
 
     Host memory holds the rounded model. `data_dir`: folder of the run's data, if it is known.
     """
@@ -87,8 +90,6 @@ def export_model(
     entries = kept_entries(config, data_dir)
     write_checkpoint(model, out, files=files, layout=ORDINARY, entries=entries)
     copy_generation_config(config, out)
-    if data_dir and not copy_tokenizer(data_dir, out):
-        say(f"note: {data_dir} has no tokenizer to copy; DATADIR names the folder of the data")
 
 
 def export_adapter(folder: Path, config: Config, rules: Rules, out: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from common.command_line import Parser, program
 from common.model.merge_command import merge_adapters, merge_parser
+from open_llama.tokenizer import copy_tokenizer
 
 
 def parser(benchmark: str = "open_llama") -> Parser:
@@ -13,7 +15,13 @@ def parser(benchmark: str = "open_llama") -> Parser:
     return merge_parser(benchmark)
 
 
-main = program(parser, merge_adapters)
+def merge(options: argparse.Namespace) -> None:
+    """Merge adapters into the base. The result has their tokenizer and chat template."""
+    merge_adapters(options)
+    copy_tokenizer(options.adapter, options.out)
+
+
+main = program(parser, merge)
 
 if __name__ == "__main__":
     sys.exit(main())

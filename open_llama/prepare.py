@@ -16,6 +16,16 @@ from pathlib import Path
 from common.command_line import Parser, add_command, count, float_or_nan, program
 from common.data.text_inputs import add_text_options
 
+CHAT = """Convert conversations to token files whose loss counts the answers only.
+
+A record of the inputs (a JSON line, an object of a JSON array, or a row of a table) has messages
+(role, content), ShareGPT's conversations (from, value), instruction, input and output, or prompt
+and completion. It may also have system and tools.
+
+The chat template of the tokenizer's folder renders it. A mask file has a 1 for each token of an
+answer, with the end of its turn. A conversation that the template refuses or rewrites is refused.
+"""
+
 
 def fraction(text: str) -> float:
     """Parse an argument that is a number between 0 and 1, both excluded."""
@@ -36,6 +46,11 @@ def text(args: argparse.Namespace) -> None:
     prepare_text(args.input, folder, settings, args.processes, args.train_tokenizer)
 
 
+def chat(args: argparse.Namespace) -> None:
+    """Run `prepare chat`."""
+    text(argparse.Namespace(**vars(args), key=None, train_tokenizer=0))
+
+
 def verify(args: argparse.Namespace) -> None:
     """Run `prepare verify`."""
     from open_llama.text import verify_text
@@ -49,6 +64,7 @@ def parser(benchmark: str = "open_llama") -> Parser:
     parser = Parser(f"{benchmark} prepare", __doc__, [example])
     commands = parser.add_subparsers(dest="command", required=True)
     _add_text(commands)
+    _add_chat(commands)
     _add_verify(commands)
     return parser
 
@@ -57,9 +73,7 @@ def _add_text(commands: argparse._SubParsersAction[Parser]) -> None:
     texts = commands.add_parser("text", help="tokenize text", description=__doc__)
     texts.set_defaults(work=text)
     add_text_options(texts)
-    texts.add_argument(
-        "--data-dir", type=Path, required=True, metavar="DIR", help="folder for the token files"
-    )
+    _add_outputs(texts)
     which = texts.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer file of the model, or its folder"
@@ -70,6 +84,27 @@ def _add_text(commands: argparse._SubParsersAction[Parser]) -> None:
         default=0,
         metavar="N",
         help="train a SentencePiece tokenizer of N pieces on the text",
+    )
+
+
+def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
+    chats = commands.add_parser("chat", help="tokenize conversations", description=CHAT)
+    chats.set_defaults(work=chat)
+    add_text_options(chats, key=False)
+    _add_outputs(chats)
+    chats.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="folder of the model, with tokenizer.json and a chat template",
+    )
+
+
+def _add_outputs(texts: Parser) -> None:
+    """Add the options that `text` and `chat` share, besides those of the inputs."""
+    texts.add_argument(
+        "--data-dir", type=Path, required=True, metavar="DIR", help="folder for the token files"
     )
     texts.add_argument(
         "--eos", default="", metavar="TOKEN", help="end-of-text token (default: the tokenizer's)"

@@ -25,7 +25,7 @@ from common.data.indexed_dataset_header import (
 from common.model.checkpoint_names import CONFIG
 from common.model.families import FAMILIES, Family, family_of, require_within_window
 from common.paths import ROOT
-from open_llama.tokenizer import RECORD, tokenizer_files
+from open_llama.tokenizer import RECORD, are_masked, tokenizer_files
 
 BENCHMARK = "open_llama"
 SCHEDULES = ("cosine", "linear", "constant")  # after a linear warm-up
@@ -163,8 +163,14 @@ class Rules(benchmarks.Rules):
         return tuple(f"{prefix}.{kind}" for prefix in prefixes for kind in ("bin", "idx"))
 
     def recorded_files(self, data_dir: Path) -> tuple[str, ...]:
-        """Return the data files and the files of the tokenizer, which a saved model gets."""
-        return (*self.data_files, *tokenizer_files(data_dir))
+        """Return the data files, their masks, and the tokenizer, which a saved model gets."""
+        masks = (f"{self.train_data}.mask", f"{self.validation_data}.mask")
+        files = (*self.data_files, *tokenizer_files(data_dir))
+        return (*files, *masks) if self.counts_answers(data_dir) else files
+
+    def counts_answers(self, data_dir: Path) -> bool:
+        """Return whether the loss is the mean over the answers of conversations."""
+        return are_masked([data_dir / self.train_data, data_dir / self.validation_data])
 
     def weights_folder(
         self, config: RunConfig, data_dir: Path, environment: Mapping[str, str]
@@ -176,10 +182,17 @@ class Rules(benchmarks.Rules):
         assert isinstance(config, Config)
         train = data_dir / self.train_data
         validation = data_dir / self.validation_data
+        config.require(
+            config.one_document_per_sequence or not self.counts_answers(data_dir),
+            "one_document_per_sequence",
+            f"{data_dir} holds conversations, of which a stream would also train on the questions",
+            "set it to true",
+        )
         if config.one_document_per_sequence:
-            unit = "documents of at least 2 tokens"
-            train_stored = stored_documents(train, limit=1)
-            validation_stored = stored_documents(validation, limit=self.eval_samples)
+            unit = "documents with a token to predict"
+            length = self.sequence_length
+            train_stored = stored_documents(train, length, limit=1)
+            validation_stored = stored_documents(validation, length, limit=self.eval_samples)
         else:
             unit = f"sequences of {self.sequence_length} tokens"
             train_stored = stored_sequences(train, self.sequence_length)

@@ -1,6 +1,7 @@
-"""`prepare text`: convert text to Megatron's token files, for training and validation.
+"""`prepare text` and `prepare chat`: convert text to token files for training and validation.
 
-common/data/text_parts.py tokenizes, and text_tokenizer.py trains a tokenizer on the inputs.
+common/data/text_parts.py tokenizes, text_tokenizer.py trains a tokenizer on the inputs, and chat.py
+renders conversations.
 
 A document is for validation if the SHA-256 of its text, as a fraction of its range, is below the
 validation fraction. So equal documents are always in the same split.
@@ -14,7 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.atomic_write import copy_whole
+from common.data.indexed_dataset_header import mask_path
 from common.data.indexed_dataset_writer import token_dtype
 from common.data.manifest import FileFacts, Manifest, PairFacts, sha256_of
 from common.data.preparation import (
@@ -26,12 +30,15 @@ from common.data.preparation import (
     require_same_recipe,
     say,
 )
+from common.data.text_documents import Key
 from common.data.text_inputs import input_files
 from common.data.text_parts import SPLITS, Encode, Work, write_token_files
 from common.data.verification import verify
 from common.errors import ConfigError, DataError, StorageError
+from open_llama.chat import Rendered, load_template, mask_of, render_record
 from open_llama.text_tokenizer import train_tokenizer
 from open_llama.tokenizer import (
+    CHAT_SOURCE,
     COMPANIONS,
     NAMES,
     RECORD,
@@ -45,6 +52,7 @@ from open_llama.tokenizer import (
 SOURCE = "open_llama prepare text"
 PARTS = ".parts"  # folder of the tokenized parts in DATADIR
 TOKEN_FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))
+MASK_FILES = tuple(mask_path(Path(split)).name for split in SPLITS)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class Settings:
 
     tokenizer: str  # path of the tokenizer file
     eos: str
-    key: str  # JSON key or column that holds the text
+    key: str | None  # JSON key or column that holds the text; None: a record is a conversation
     validation_fraction: float
 
 
@@ -65,6 +73,8 @@ def prepare_text(
     vocab_size: int = 0,
 ) -> None:
     """Tokenize `inputs` into train and validation files in `data_dir`, unless they are complete.
+
+    Conversations get mask files, too.
 
     `vocab_size`: if not 0, first train a SentencePiece tokenizer of this many pieces on the inputs.
     `settings` then names no tokenizer.
@@ -85,6 +95,10 @@ def prepare_text(
     about = identity(states, settings, vocab_size)
     _complete_record(data_dir, about)
     loaded = load_tokenizer(tokenizer, settings.eos)
+    chat = settings.key is None
+    key: Key = partial(render_record, tokenizer=tokenizer) if settings.key is None else settings.key
+    if chat:
+        load_template(tokenizer)
 
     def build(folder: Path) -> dict[str, PairFacts]:
         if vocab_size and loaded.vocab_size != vocab_size:
@@ -93,19 +107,20 @@ def prepare_text(
             raise StorageError(what, why, "remove it, or name another --data-dir")
         work = Work(
             tokenizer,
-            partial(_document_encoder, eos=settings.eos),
+            partial(_chat_encoder if chat else _document_encoder, eos=settings.eos),
             loaded.vocab_size,
-            settings.key,
+            key,
             settings.validation_fraction,
+            masked=chat,
         )
         prefixes = {split: folder / split for split in SPLITS}
         return write_token_files(files, work, prefixes, folder / PARTS, about, processes)
 
     recipe = Recipe(
         title="token files",
-        source=SOURCE,
+        source=CHAT_SOURCE if chat else SOURCE,
         vocab_size=loaded.vocab_size,
-        files=TOKEN_FILES,
+        files=(*TOKEN_FILES, *MASK_FILES) if chat else TOKEN_FILES,
         manifest=RECORD,
         about=about | loaded.token_ids,
         rebuilds=False,
@@ -126,6 +141,22 @@ def _document_encoder(path: Path, eos: str) -> Encode:
             [*ids, tokenizer.eos] if text.strip() else []
             for text, ids in zip(texts, tokenizer.encode(texts), strict=True)
         ]
+
+    return encode
+
+
+def _chat_encoder(path: Path, eos: str) -> Encode:
+    """Return a function from rendered conversations to their ids and masks."""
+    encode_chat = load_tokenizer(path, eos, control_tokens=True).encode_chat
+    assert encode_chat is not None, "a chat template has a tokenizer.json"
+
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        documents = []
+        for text in texts:
+            assert isinstance(text, Rendered)
+            ids, offsets = encode_chat(text)
+            documents.append(np.array([ids, mask_of(text, offsets)]))
+        return documents
 
     return encode
 
@@ -195,6 +226,7 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
     """
     if vocab_size:
         target = data_dir / SENTENCEPIECE
+        assert settings.key is not None, "conversations come with a tokenizer"
         if not target.exists():
             train_tokenizer(files, settings.key, vocab_size, target)
         elif not (data_dir / RECORD).is_file():

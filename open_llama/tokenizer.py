@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.data import corpus
+from common.data.indexed_dataset_header import mask_path
 from common.errors import ConfigError, DataError, first_line, listed
 from common.model.families import TOKENS
 from common.paths import open_regular
@@ -21,6 +22,7 @@ from common.training.continuation import data_record
 
 # File in DATADIR: identity of the preparation that made the files beside it, and the ids of TOKENS.
 RECORD = "text.json"
+CHAT_SOURCE = "open_llama prepare chat"  # in RECORD
 # Names in DATADIR and beside a model. A folder with both has two forms of the same tokenizer.
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -29,7 +31,8 @@ NAMES = (TOKENIZER_JSON, SENTENCEPIECE)
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
-COMPANIONS = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, "chat_template.jinja")
+CHAT_TEMPLATE = "chat_template.jinja"
+COMPANIONS = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, CHAT_TEMPLATE)
 LARGEST_VOCABULARY = 1 << 31  # tokens, of token files
 SPACE = "\u2581"  # a space, in the pieces of SentencePiece
 
@@ -44,6 +47,9 @@ class Tokenizer:
     vocab_size: int  # the largest id + 1
     bos: int | None  # id of beginning-of-text; None if documents begin without one
     eos: int  # id of end-of-text
+    # From a rendered conversation to ids, and [begin, end) of each in characters. None:
+    # SentencePiece.
+    encode_chat: Callable[[str], tuple[list[int], list[tuple[int, int]]]] | None = None
 
     @property
     def token_ids(self) -> dict[str, int | None]:
@@ -70,6 +76,15 @@ def load_tokenizer(path: Path, eos: str = "", control_tokens: bool = False) -> T
         if path.suffix == ".json":
             return _tokenizer_json(path, eos, control_tokens)
         return _sentencepiece(path, eos)
+
+
+def as_tokenizer_json(path: Path) -> str:
+    """Return what to do if the SentencePiece model `path` cannot be used."""
+    return (
+        "save the tokenizer as tokenizer.json: in Python, "
+        f"transformers.AutoTokenizer.from_pretrained({str(path.parent)!r})"
+        '.save_pretrained("NEW_FOLDER"), and name NEW_FOLDER'
+    )
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -135,33 +150,42 @@ def require_same_tokenizer(before: dict[str, list], data_dir: Path, model: Path)
 
 
 def recorded_token_ids(data_dir: Path) -> dict[str, int]:
-    """Return the ids of TOKENS that `prepare text` recorded in `data_dir`, {} if it did not."""
+    """Return the ids of TOKENS that a preparation recorded in `data_dir`, {} if it did not."""
+    record = _record(data_dir)
+    return {key: record[key] for key in TOKENS if type(record.get(key)) is int}
+
+
+def are_masked(prefixes: Iterable[Path]) -> bool:
+    """Return whether the loss counts answers only: token files have a mask, or had one."""
+    return any(
+        mask_path(prefix).exists() or _record(prefix.parent).get("source") == CHAT_SOURCE
+        for prefix in prefixes
+    )
+
+
+def _record(data_dir: Path) -> dict[str, Any]:
     try:
         record = json.loads((data_dir / RECORD).read_text())
     except (OSError, ValueError):  # other token files, which no `prepare text` wrote
         return {}
-    if not isinstance(record, dict):
-        return {}
-    return {key: record[key] for key in TOKENS if type(record.get(key)) is int}
+    return record if isinstance(record, dict) else {}
 
 
 def _sentencepiece(path: Path, eos: str) -> Tokenizer:
     model = corpus.load_sentencepiece(path)
-    config = _token_settings(path)
+    config = token_settings(path)
     tokens = _added_tokens(path, config)
     for key in ("bos_token", "eos_token"):
-        if token := _named_token(config, key):
+        if token := named_token(config, key):
             tokens.setdefault(token, model.piece_to_id(token))
     for token, number in tokens.items():
         if not 0 <= number < model.vocab_size() or model.id_to_piece(number) != token:
             raise DataError(
                 f"{path}: lacks the token {token!r} of the files beside it",
                 "they add it or give it another id, and SentencePiece would split it into pieces",
-                "save the tokenizer as tokenizer.json: in Python, "
-                f"transformers.AutoTokenizer.from_pretrained({str(path.parent)!r})"
-                '.save_pretrained("NEW_FOLDER"), and name NEW_FOLDER',
+                as_tokenizer_json(path),
             )
-    eos = eos or _named_token(config, "eos_token")
+    eos = eos or named_token(config, "eos_token")
     end = model.piece_to_id(eos) if eos else model.eos_id()
     if end < 0 or (eos and end == model.unk_id()):
         raise _no_end(path, eos)
@@ -173,7 +197,7 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
             "other programs follow that file, and would give the model other ids",
             "correct the entry or remove it",
         )
-    first = _named_token(config, "bos_token")
+    first = named_token(config, "bos_token")
     bos = model.piece_to_id(first) if first else model.bos_id()
     start = [bos] if bos >= 0 and config.get("add_bos_token", True) else []
 
@@ -186,7 +210,7 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
 def _tokenizer_json(path: Path, eos: str, control_tokens: bool) -> Tokenizer:
     tokenizer = corpus.load_tokenizer_json(path)
     tokenizer.encode_special_tokens = not control_tokens
-    end = tokenizer.token_to_id(eos or _named_token(_token_settings(path), "eos_token"))
+    end = tokenizer.token_to_id(eos or named_token(token_settings(path), "eos_token"))
     if end is None:
         raise _no_end(path, eos)
 
@@ -206,10 +230,15 @@ def _tokenizer_json(path: Path, eos: str, control_tokens: bool) -> Tokenizer:
     size = max(tokenizer.get_vocab().values()) + 1
     if size > LARGEST_VOCABULARY:
         raise ValueError(f"token id {size - 1}, although token files have 32 bits for an id")
-    return Tokenizer(encode, tokenizer.decode, size, bos, end)
+
+    def encode_chat(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    return Tokenizer(encode, tokenizer.decode, size, bos, end, encode_chat)
 
 
-def _token_settings(path: Path) -> dict[str, Any]:
+def token_settings(path: Path) -> dict[str, Any]:
     """Return the entries of tokenizer_config.json beside `path`, {} if there is no such file.
 
     As in transformers, entries of special_tokens_map.json win, unless tokenizer_config.json lists
@@ -224,7 +253,7 @@ def _token_settings(path: Path) -> dict[str, Any]:
 def _added_tokens(path: Path, config: dict[str, Any]) -> dict[str, int]:
     """Return the added tokens with their ids that the files beside `path` list. Raises DataError.
 
-    `config`: the result of `_token_settings`.
+    `config`: the result of `token_settings`.
     """
     listed = config.get("added_tokens_decoder")
     try:
@@ -238,7 +267,7 @@ def _added_tokens(path: Path, config: dict[str, Any]) -> dict[str, int]:
         raise DataError(what, why, "fetch the tokenizer again") from error
 
 
-def _named_token(config: dict[str, Any], key: str) -> str:
+def named_token(config: dict[str, Any], key: str) -> str:
     """Return the token under `key`, or ""."""
     named = config.get(key)
     content = named.get("content") if isinstance(named, dict) else named

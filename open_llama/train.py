@@ -28,6 +28,7 @@ from common.training.run import Run
 from common.training.schedules import warmup_constant, warmup_cosine, warmup_linear
 from open_llama.base_config import copy_generation_config, kept_entries
 from open_llama.data import (
+    counted_tokens,
     epochs_text,
     padding_share,
     sequences_in,
@@ -53,16 +54,20 @@ def run_rank(run: Run, reports: Reports) -> None:
     lr_at = learning_rate(config)
     open_tokens = partial(open_data, run, rules, processes)
     padding = padding_share(config, index)
+
+    def add_tokenizer(folder: Path) -> None:
+        require_same_tokenizer(tokenizer, run.data_dir, folder)
+        copy_tokenizer(run.data_dir, folder)
+
     if config.lora_rank:
-        finetune(run, reports, rules, processes, lr_at, open_tokens, padding)
+        finetune(run, reports, rules, processes, lr_at, open_tokens, padding, add_tokenizer)
         return
     fill = partial(load_masters, in_repository(config.weights)) if config.weights else None
 
     def save(model: Llama) -> None:
         folder = saved_model.save_model(model, run.run_dir, reports.saving, entries)
         copy_generation_config(config, folder)
-        require_same_tokenizer(tokenizer, run.data_dir, folder)
-        copy_tokenizer(run.data_dir, folder)
+        add_tokenizer(folder)
 
     pretrain(run, reports, rules, processes, lr_at, open_tokens, fill, save, padding)
 
@@ -87,12 +92,15 @@ def learning_rate(config: Config) -> Callable[[int], float]:
 
 def open_data(
     run: Run, rules: Rules, processes: Processes, step: int
-) -> tuple[Iterator[np.ndarray], np.ndarray]:
+) -> tuple[Iterator[np.ndarray], np.ndarray, Iterator[int] | None]:
     """Open the token files (see `timed_run.OpenData`)."""
     config = run.config
     assert isinstance(config, Config)
     batches = training_batches(config, rules, run.data_dir, run.seed, processes.data_rank, step)
-    return batches, validation_pairs(config, rules, run.data_dir)
+    counted = None
+    if rules.counts_answers(run.data_dir):
+        counted = counted_tokens(config, rules, run.data_dir, run.seed, step)
+    return batches, validation_pairs(config, rules, run.data_dir), counted
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Read the header of Megatron's `.idx`, and count the sequences and documents of token files.
 
+Token files may have a mask, which is no part of Megatron's format: `<prefix>.mask` has one byte for
+each token, 1 if the loss counts it as a label and else 0.
+
 The launcher checks the counts before a run. No function here opens a `.bin`. Standard library only.
 Layout of the files: indexed_dataset.py.
 """
@@ -7,7 +10,10 @@ Layout of the files: indexed_dataset.py.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from common.errors import DataError
@@ -84,25 +90,41 @@ def stored_sequences(prefix: Path, sequence_length: int) -> int:
     return whole_sequences(size // header.itemsize, sequence_length)
 
 
-def stored_documents(prefix: Path, limit: int) -> int:
-    """Return the number of documents with at least two tokens, counted up to `limit`.
+def stored_documents(prefix: Path, sequence_length: int, limit: int) -> int:
+    """Return the number of documents with a label that counts, counted up to `limit`.
 
-    Raises DataError if the `.idx` is missing or damaged.
+    Raises DataError if a file is missing or damaged.
+    """
+    counts = label_counts(prefix, sequence_length)
+    return sum(1 for _ in islice(filter(None, counts), limit))
+
+
+def label_counts(prefix: Path, sequence_length: int) -> Iterator[int]:
+    """Yield the number of labels of each document that count, within a sequence of that length.
+
+    A document of n tokens has n - 1 labels. Without a mask, all of them count. Raises DataError.
     """
     path = index_path(prefix)
-    documents = 0
+    mask = mask_path(prefix)
     try:
-        with open_regular(path) as file:
+        with (
+            open_regular(path) as file,
+            open_regular(mask) if mask.exists() else nullcontext() as marks,
+        ):
             header = read_header(path, file.read(HEADER.size), path.stat().st_size)
+            if marks:
+                tokens = tokens_path(prefix).stat().st_size // header.itemsize
+                if (size := mask.stat().st_size) != tokens:
+                    raise content_error(mask, f"{tokens} bytes, one for each token", f"{size}")
             for first in range(0, header.num_sequences, CHUNK):
                 count = min(CHUNK, header.num_sequences - first)
-                lengths = struct.unpack(f"<{count}i", file.read(4 * count))
-                documents += sum(length >= 2 for length in lengths)
-                if documents >= limit:
-                    return limit
+                for length in struct.unpack(f"<{count}i", file.read(4 * count)):
+                    if marks:
+                        yield marks.read(length).count(1, 1, sequence_length + 1)
+                    else:
+                        yield max(0, min(length - 1, sequence_length))
     except OSError as error:
         raise cannot_open(path, error) from error
-    return documents
 
 
 def require_training(prefix: Path, got: int, unit: str, do: str) -> None:
@@ -138,6 +160,11 @@ def index_path(prefix: Path) -> Path:
 def tokens_path(prefix: Path) -> Path:
     """Return the path of the `.bin`."""
     return Path(f"{prefix}.bin")
+
+
+def mask_path(prefix: Path) -> Path:
+    """Return the path of the mask, which only some token files have."""
+    return Path(f"{prefix}.mask")
 
 
 def content_error(path: Path, expected: str, got: str) -> DataError:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from common.data.text_documents import unreadable
+from common.data.text_documents import Key, at, text_of, unreadable
 from common.errors import DataError, first_line, listed
 
 PARQUET = ".parquet"
@@ -15,9 +15,9 @@ ROWS = 1024  # read together
 
 
 def table_documents(
-    path: Path, begin: int, end: int, key: str, on_read: Callable[[int], object]
+    path: Path, begin: int, end: int, key: Key, on_read: Callable[[int], object]
 ) -> Iterator[str]:
-    """Yield the column `key` of row groups [begin, end) of a Parquet file, or of an Arrow file.
+    """Yield the texts of row groups [begin, end) of a Parquet file, or of an Arrow file.
 
     `on_read`: called with bytes that were read. Raises DataError, which names the row, and OSError.
     """
@@ -26,24 +26,40 @@ def table_documents(
     is_parquet = path.suffix.lower() == PARQUET
     columns = _parquet_columns(path, begin, end, key) if is_parquet else _arrow_columns(path, key)
     rows = 0
+    if is_parquet and begin:
+        metadata = open_parquet(path).metadata
+        rows = sum(metadata.row_group(group).num_rows for group in range(begin))
     try:
         for column, size in columns:
             try:
                 column.validate(full=True)  # or else a damaged offset reads any memory
-                texts = column.to_pylist()
-                is_text = all(isinstance(text, str) for text in texts)
+                values = column.to_pylist()
+                is_text = callable(key) or all(isinstance(text, str) for text in values)
             except pyarrow.ArrowInvalid:
                 is_text = False
             if not is_text:
-                if is_parquet:
-                    metadata = open_parquet(path).metadata
-                    rows += sum(metadata.row_group(group).num_rows for group in range(begin))
-                raise _bad_row(path, key, column, rows)
+                raise _bad_row(path, "the row" if callable(key) else key, column, rows)
+            yield from _texts(path, key, values, rows)
             rows += len(column)
-            yield from texts
             on_read(size)
     except (pyarrow.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
+
+
+def _texts(path: Path, key: Key, values: list[Any], before: int) -> Iterator[str]:
+    """Yield the texts of `values`, or of records if `key` is a function of them.
+
+    `before`: rows before them. Raises DataError.
+    """
+    if not callable(key):
+        yield from values
+        return
+    for row, record in enumerate(values, start=before + 1):
+        try:
+            text = text_of(record, key)
+        except DataError as error:
+            raise at(f"{path}: row {row:,}", error) from error
+        yield text
 
 
 def open_parquet(path: Path) -> Any:
@@ -67,18 +83,28 @@ def row_group_bytes(path: Path) -> int:
     return path.stat().st_size // max(1, open_parquet(path).num_row_groups)
 
 
-def _parquet_columns(path: Path, begin: int, end: int, key: str) -> Iterator[tuple[Any, int]]:
-    """Yield (column `key`, bytes of the file) of at most ROWS rows of row groups [begin, end)."""
+def _parquet_columns(path: Path, begin: int, end: int, key: Key) -> Iterator[tuple[Any, int]]:
+    """Yield (column, bytes of the file) of at most ROWS rows of row groups [begin, end).
+
+    The column is `key` or, if that is a function, one of structs with all columns.
+    """
     file = open_parquet(path)
-    _require_column(path, key, file.schema_arrow.names)
+    columns = None
+    if not callable(key):
+        _require_column(path, key, file.schema_arrow.names)
+        columns = [key]
     rows = sum(file.metadata.row_group(group).num_rows for group in range(begin, end))
     stored = row_group_bytes(path) * (end - begin)
-    for batch in file.iter_batches(ROWS, row_groups=range(begin, end), columns=[key]):
-        yield batch.column(0), stored * len(batch) // max(1, rows)
+    for batch in file.iter_batches(ROWS, row_groups=range(begin, end), columns=columns):
+        column = batch.to_struct_array() if callable(key) else batch.column(0)
+        yield column, stored * len(batch) // max(1, rows)
 
 
-def _arrow_columns(path: Path, key: str) -> Iterator[tuple[Any, int]]:
-    """Yield (column `key`, bytes of the file) of each batch of an Arrow file, of either format."""
+def _arrow_columns(path: Path, key: Key) -> Iterator[tuple[Any, int]]:
+    """Yield (column, bytes of the file) of each batch of an Arrow file, of either format.
+
+    The column: see `_parquet_columns`.
+    """
     import pyarrow
 
     # Not a memory map, in which a failing disk ends the process.
@@ -90,9 +116,11 @@ def _arrow_columns(path: Path, key: str) -> Iterator[tuple[Any, int]]:
             file.seek(0)
             reader = pyarrow.ipc.open_file(file)
             batches = map(reader.get_batch, range(reader.num_record_batches))
-        _require_column(path, key, reader.schema.names)
+        if not callable(key):
+            _require_column(path, key, reader.schema.names)
         for batch in batches:
-            yield batch.column(key), batch.nbytes
+            column = batch.to_struct_array() if callable(key) else batch.column(key)
+            yield column, batch.nbytes
 
 
 def _require_column(path: Path, key: str, names: list[str]) -> None:

@@ -1,13 +1,14 @@
-"""Read documents from lines of JSON objects, as in C4, and from plain text."""
+"""Read documents from JSON objects, in lines as in C4 or in an array, and from plain text."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from common.errors import DataError, first_line, listed
 
@@ -15,10 +16,13 @@ BLOCK_BYTES = 1 << 20  # of plain text, or to count lines, read together
 # Characters. Longer plain text becomes several documents, cut at line ends.
 LONGEST_TEXT = 1 << 20
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
+# The JSON key or column that holds the text, or a function that makes it from the whole record. The
+# function raises a DataError that does not name the place of the record.
+Key = str | Callable[[dict[str, Any]], str]
 
 
-def json_documents(file: Iterable[bytes], path: Path, key: str, skipped: int = 0) -> Iterator[str]:
-    """Yield the text under `key` of each line of a JSON lines file.
+def json_documents(file: Iterable[bytes], path: Path, key: Key, skipped: int = 0) -> Iterator[str]:
+    """Yield the text of each line of a JSON lines file.
 
     `file`: the open file, or some of its lines.
     `path`: its name, for errors.
@@ -30,12 +34,27 @@ def json_documents(file: Iterable[bytes], path: Path, key: str, skipped: int = 0
         if not line.strip():
             continue
         try:
-            text = _text_of(line, key)
+            text = text_of(_parsed(line), key)
         except DataError as error:
             # Counted only now, because counting reads all of the file before this line.
-            place = f"{path}: line {_line_ends(path, skipped) + number}"
-            raise DataError(f"{place}: {error.what}", error.why, error.do) from error
+            raise at(f"{path}: line {_line_ends(path, skipped) + number}", error) from error
         yield text
+
+
+def array_documents(content: bytes, path: Path, key: Key) -> Iterator[str]:
+    """Yield the text of each object in the JSON array `content`. Raises DataError."""
+    number = 0
+    try:
+        for record in _parsed(content):
+            number += 1
+            yield text_of(record, key)
+    except DataError as error:
+        raise at(f"{path}: element {number}" if number else f"{path}", error) from error
+
+
+def at(place: str, error: DataError) -> DataError:
+    """Return `error` with the place of the record in front."""
+    return DataError(f"{place}: {error.what}", error.why, error.do)
 
 
 def blocks_of_lines(file: Iterable[bytes], path: Path) -> Iterator[str]:
@@ -93,29 +112,37 @@ def _not_utf8(place: str) -> DataError:
     return DataError(f"{place}: not UTF-8", why, "convert it to UTF-8 first")
 
 
-def _text_of(line: bytes, key: str) -> str:
-    """Return the text under `key` of a line. Raises DataError, which does not name the line."""
+def _parsed(content: bytes) -> Any:
     try:
-        record = json.loads(line)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"no document: not JSON: {error}",
             "each line must be a JSON object",
             "repair the line, or convert the file to JSON lines",
         ) from error
+
+
+def text_of(record: Any, key: Key) -> str:
+    """Return the text of a record. Raises DataError, which does not name the record's place."""
     if not isinstance(record, dict):
         raise DataError(
             f"no document: {type(record).__name__}, not an object",
             "each line must be a JSON object",
             "repair the line, or convert the file to JSON lines",
         )
-    if key not in record:
+    if callable(key):
+        text = key(record)
+        key = "the conversation"
+    elif key in record:
+        text = record[key]
+    else:
         raise DataError(
             f'no key "{key}"',
             f"it has {listed(record, 8) or 'no key'}",
-            "name the key that holds the text with --key, or repair the line",
+            "name the key that holds the text with --key, or repair the line; open_llama prepare"
+            " chat reads conversations",
         )
-    text = record[key]
     if not isinstance(text, str):
         raise DataError(
             f"{key} is {type(text).__name__}, not text",

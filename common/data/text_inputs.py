@@ -26,6 +26,8 @@ from common.data.table_documents import (
 )
 from common.data.text_documents import (
     BLOCK_BYTES,
+    Key,
+    array_documents,
     blocks_of_lines,
     json_documents,
     plain_documents,
@@ -59,8 +61,11 @@ class Source:
     end: int
 
 
-def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that tokenizes text, without its tokenizer and output."""
+def add_text_options(parser: argparse.ArgumentParser, key: bool = True) -> None:
+    """Add the options of a command that tokenizes text, without its tokenizer and output.
+
+    `key`: whether one key or column holds the text.
+    """
     parser.add_argument(
         "--input",
         type=Path,
@@ -70,9 +75,10 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         help="files or folders: JSON lines or plain text (both also as .gz or .zst), .parquet or "
         ".arrow; in folders, .json files are left out",
     )
-    parser.add_argument(
-        "--key", default="text", help="JSON key or column that holds the text (default: text)"
-    )
+    if key:
+        parser.add_argument(
+            "--key", default="text", help="JSON key or column that holds the text (default: text)"
+        )
     parser.add_argument(
         "--processes",
         type=count,
@@ -335,6 +341,9 @@ def sources_of(path: Path, blank_lines: bool = False) -> Iterator[Source]:
         size = open_parquet(path).num_row_groups
     elif kind == "table" or is_compressed(path) or (kind == "text" and blank_lines):
         step = max(1, size)
+    elif kind == "json":
+        with naming(path), _opened(path, lambda size: None) as file:
+            step = max(1, size) if _is_array(file) else PART_BYTES
     for begin in range(0, size, step):
         yield Source(str(path), begin, min(begin + step, size))
 
@@ -348,7 +357,7 @@ def bytes_of(source: Source) -> int:
 
 def documents(
     source: Source,
-    key: str,
+    key: Key,
     blank_lines: bool = False,
     on_read: Callable[[int], object] = lambda size: None,
 ) -> Iterator[str]:
@@ -364,7 +373,9 @@ def documents(
             return
         try:
             with _opened(path, on_read) as file:
-                if kind_of(path) == "json":
+                if kind_of(path) == "json" and not source.begin and _is_array(file):
+                    yield from array_documents(file.read(), path, key)
+                elif kind_of(path) == "json":
                     skipped = _seek_line(file, source.begin)
                     lines = file if is_compressed(path) else _lines_until(file, source.end)
                     yield from json_documents(lines, path, key, skipped)
@@ -399,6 +410,11 @@ def _opened(path: Path, on_read: Callable[[int], object]) -> Any:
 
         return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
     return file
+
+
+def _is_array(file: Any) -> bool:
+    """Return whether a JSON file, which was just opened, holds an array instead of lines."""
+    return file.peek(BLOCK_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def _seek_line(file: Any, begin: int) -> int:

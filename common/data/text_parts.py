@@ -18,10 +18,10 @@ import signal
 import threading
 import zipfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.process import BaseProcess
@@ -29,13 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from common.atomic_write import new_file
 from common.data import text_inputs
-from common.data.indexed_dataset_header import index_path
+from common.data.indexed_dataset_header import index_path, mask_path
 from common.data.indexed_dataset_writer import IndexedDatasetWriter, token_dtype
 from common.data.manifest import PairFacts
 from common.data.preparation import require_unchanged, say
+from common.data.text_documents import Key
 from common.data.text_inputs import Source, bytes_of, divide, documents, draw_of, no_documents
 from common.errors import DataError, RunError, StorageError, first_line, write_text
 from common.terminal import Progress
@@ -56,7 +58,8 @@ IDENTITY = "text.json"  # file in the folder of the parts: the inputs and option
 # another version are not continued.
 PARTS_VERSION = 3
 
-Encode = Callable[[list[str]], list[list[int]]]
+# From texts to documents of ids, [tokens], or of ids and their mask, [2, tokens].
+Encode = Callable[[list[str]], Sequence[ArrayLike]]
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,10 @@ class Work:
     # ids is left out.
     load: Callable[[Path], Encode]
     vocab_size: int
-    key: str  # JSON key or column that holds the text
+    key: Key
     validation_fraction: float = 0.0  # of the documents
     blank_lines: bool = False  # whether they separate the documents of a plain text file
+    masked: bool = False  # whether a document has a mask, which is 1 for tokens that count
 
 
 def write_token_files(
@@ -82,6 +86,8 @@ def write_token_files(
     processes: int,
 ) -> dict[str, PairFacts]:
     """Write the token files `<prefix>.bin/.idx` of each split. Return their contents by split.
+
+    If the documents have masks, also write `<prefix>.mask`, one byte for each token.
 
     `folder`: of the parts, which remain there.
     `identity`: the options that decide the tokens, and as "inputs" the result of `input_states`.
@@ -98,7 +104,7 @@ def write_token_files(
         require_unchanged(states)  # a change explains other errors
         raise
     require_unchanged(states)
-    return join(folder, prefixes, work.vocab_size, len(parts))
+    return join(folder, prefixes, work, len(parts))
 
 
 def _make_folder(folder: Path, prefixes: list[Path], identity: dict[str, Any], count: int) -> None:
@@ -211,9 +217,10 @@ def _end_with(parent: BaseProcess) -> None:
 def write_part(part: list[Source], path: Path, work: Work) -> None:
     """Tokenize the documents of `part`, and write `path` last: if it exists, the part is complete.
 
-    `_tokens(path, split)` has the tokens of a split's documents one after another. `path` has their
-    lengths, and as `fractions` the lowest and highest validation fraction at which a document
-    changes its split, float64 [1, 2], or [0, 2] without documents.
+    `_tokens(path, split)` has the tokens of a split's documents one after another, each document
+    with its mask behind it if it has one. `path` has their lengths in tokens, and as `fractions`
+    the lowest and highest validation fraction at which a document changes its split, float64
+    [1, 2], or [0, 2] without documents.
     """
     dtype = token_dtype(work.vocab_size)
     lengths = {split: array("q") for split in SPLITS}
@@ -226,11 +233,11 @@ def write_part(part: list[Source], path: Path, work: Work) -> None:
         files = {split: stack.enter_context(new_file(_tokens(path, split))) for split in SPLITS}
         for batch in _batches(texts):
             for text, ids in zip(batch, _encoded(batch, work), strict=True):
-                if ids:
+                if ids.size:
                     draw = draw_of(text)
                     split = split_of(draw, work.validation_fraction)
-                    files[split].write(np.array(ids, dtype).tobytes())
-                    lengths[split].append(len(ids))
+                    files[split].write(ids.astype(dtype).tobytes())
+                    lengths[split].append(ids.shape[-1])
                     draws = [min([*draws, draw]), max([*draws, draw])]
     arrays = {f"{split}_lengths": np.array(lengths[split], np.int64) for split in SPLITS}
     ends = [[draw / 2**64 for draw in draws]] if draws else []
@@ -254,8 +261,8 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encoded(texts: list[str], work: Work) -> list[list[int]]:
-    """Return the ids of `texts`. Ends this process if that takes too long.
+def _encoded(texts: list[str], work: Work) -> list[np.ndarray]:
+    """Return the documents of `texts`, int64. Ends this process if that takes too long.
 
     Raises DataError if the tokenizer fails, or if an id is outside its vocabulary.
     """
@@ -265,8 +272,8 @@ def _encoded(texts: list[str], work: Work) -> list[list[int]]:
     limit_s = BATCH_FLOOR_S + sum(map(len, texts)) / CHARACTERS_PER_S
     signal.setitimer(signal.ITIMER_REAL, limit_s)  # its signal ends a process without a handler
     try:
-        encoded = _encode(texts)
-        largest = max((max(ids) for ids in encoded if ids), default=0)
+        encoded = [np.array(ids, np.int64) for ids in _encode(texts)]
+        largest = max((int(ids.max()) for ids in encoded if ids.size), default=0)
         if largest >= work.vocab_size:
             raise ValueError(f"token id {largest} in a vocabulary of {work.vocab_size} tokens")
         return encoded
@@ -287,9 +294,7 @@ def split_of(draw: int, validation_fraction: float) -> str:
     return "validation" if draw < validation_fraction * 2**64 else "train"
 
 
-def join(
-    folder: Path, prefixes: dict[str, Path], vocab_size: int, count: int
-) -> dict[str, PairFacts]:
+def join(folder: Path, prefixes: dict[str, Path], work: Work, count: int) -> dict[str, PairFacts]:
     """Write the token files of each split from all `count` parts. Return their contents by split.
 
     Raises DataError if a part is missing or damaged, or a split is empty.
@@ -300,13 +305,16 @@ def join(
     pairs = {}
     with Progress("joining", len(paths) * len(prefixes), "parts") as progress:
         for split, prefix in prefixes.items():
-            writer = IndexedDatasetWriter(prefix, vocab_size)
+            writer = IndexedDatasetWriter(prefix, work.vocab_size)
             largest_id = 0
-            for path in paths:
-                for document in _documents_of(path, split, token_dtype(vocab_size)):
-                    writer.add(document)
-                    largest_id = max(largest_id, int(document.max()))
-                progress.advance(1)
+            with new_file(mask_path(prefix)) if work.masked else nullcontext() as mask:
+                for path in paths:
+                    for document in _documents_of(path, split, work):
+                        writer.add(document[0])
+                        largest_id = max(largest_id, int(document[0].max()))
+                        if mask:
+                            mask.write(document[1].astype(np.uint8).tobytes())
+                    progress.advance(1)
             index = writer.finish()
             pairs[split] = PairFacts(
                 index.dtype.name, index.num_documents, index.num_tokens, largest_id
@@ -368,12 +376,15 @@ def _two_digits(number: float, rounded: Callable[[float], int]) -> float:
     return rounded(number * scale) / scale
 
 
-def _documents_of(path: Path, split: str, dtype: np.dtype) -> Iterator[np.ndarray]:
+def _documents_of(path: Path, split: str, work: Work) -> Iterator[np.ndarray]:
+    """Yield the documents of a part: their ids, and their mask if there are masks."""
+    dtype = token_dtype(work.vocab_size)
+    rows = 2 if work.masked else 1
     with _opened(path) as arrays:
         lengths = arrays[f"{split}_lengths"]
         tokens = _tokens(path, split)
-        if tokens.stat().st_size != lengths.sum() * dtype.itemsize:
+        if tokens.stat().st_size != rows * lengths.sum() * dtype.itemsize:
             raise ValueError(f"{tokens.name} has another size than its documents")
     with tokens.open("rb") as file:
         for length in lengths:
-            yield np.fromfile(file, dtype, length)
+            yield np.fromfile(file, dtype, rows * length).reshape(rows, length)

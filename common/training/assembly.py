@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,3 +65,6 @@ class Batching:
 
     global_batch_size: int  # sequences per optimizer step, on all ranks together
     gradient_accumulation_steps: int  # micro-batches per rank and optimizer step
+    # Yields the number of tokens in the global batch of each step that count, if the loss is their
+    # mean. None: it is the mean of the sequences' losses.
+    counted: Iterator[int] | None = None

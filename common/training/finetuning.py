@@ -34,6 +34,8 @@ from common.training.digest import fingerprint
 from common.training.reports import Reports
 from common.training.run import Run, frozen_weights_folder
 
+ADAPTER_FOLDER = "adapter"  # in the run directory
+
 
 def finetune(
     run: Run,
@@ -43,10 +45,12 @@ def finetune(
     lr_at: Callable[[int], float],
     open_data: timed_run.OpenData,
     padding: float = 0.0,
+    add_files: Callable[[Path], object] = lambda folder: None,
 ) -> None:
     """Load the base, train adapters and save them: the stages of a run after `log_submission`.
 
     `lr_at`, `open_data`, `padding`: see `timed_run.train`.
+    `add_files`: adds files to the folder of the saved adapters. Called on rank 0.
     """
     folder = frozen_weights_folder(run)
     assert folder is not None, "adapters have a frozen base"
@@ -59,7 +63,12 @@ def finetune(
         assembly, base = assemble_lora(run.config, rules, processes, run.seed, load)
         before = base_fingerprints(assembly.model, base)
         reports.phase_done("init", base_bytes=loads[0].bytes, base_seconds=loads[0].seconds)
-        save = partial(save_adapter, run, reports, rules, assembly.model, base, before, folder)
+
+        def save() -> None:
+            save_adapter(run, reports, rules, assembly.model, base, before, folder)
+            if run.rank == 0:
+                add_files(run.run_dir / ADAPTER_FOLDER)
+
         timed_run.train(run, reports, assembly, rules, lr_at, processes, open_data, save, padding)
 
 
@@ -244,7 +253,7 @@ def save_adapter(
             name: parameter.detach().cpu() for name, parameter in adapter_parameters(model).items()
         }
         save_peft_adapter(
-            run.run_dir / "adapter",
+            run.run_dir / ADAPTER_FOLDER,
             tensors,
             model.shape,
             rules.lora_rank,

@@ -4,6 +4,9 @@ A sequence's loss is the mean over its valid tokens. The loss of a step is the m
 sequences' losses over the global batch. If all tokens are valid, this is the mean over all tokens.
 The labels of LoRA's evaluation mask some tokens, and its reference defines the loss in the same
 way.
+
+For conversations, a step's loss is the mean over all valid tokens of its global batch, and the loss
+of an evaluation is the mean over all of its valid tokens.
 """
 
 from __future__ import annotations
@@ -51,12 +54,16 @@ def train_step(
     not wait for them.
     """
     loss_part = torch.zeros((), device=processes.device)
+    counted = next(batching.counted) if batching.counted else None
     for _ in range(batching.gradient_accumulation_steps):
         on_phase("data")
         tokens, labels = next(batches).unbind(1)
         on_phase("compute")
         loss_sum, count = assembly.model(tokens, labels)
-        loss = (loss_sum / count).sum() / batching.global_batch_size
+        if counted is None:
+            loss = (loss_sum / count).sum() / batching.global_batch_size
+        else:
+            loss = loss_sum.sum() / counted
         # `loss` is this rank's part of the total, so gradients must be summed over the ranks. The
         # optimizer averages them, which the factor compensates.
         (loss * processes.world_size).backward()
@@ -71,8 +78,9 @@ def evaluate(
     batches: Iterable[Tensor],
     processes: Processes,
     on_phase: Callable[[str], None] = lambda phase: None,
+    per_token: bool = False,
 ) -> float:
-    """Return the mean loss over all sequences of all ranks.
+    """Return the mean loss over all sequences, or with `per_token` over all tokens, of all ranks.
 
     `batches`: int [sequences, 2, length] on the device: tokens and labels.
 
@@ -87,11 +95,15 @@ def evaluate(
         tokens, labels = batch.unbind(1)
         loss_sum, count = model(tokens, labels)
         counts = count > 0
-        totals[0] += torch.where(counts, loss_sum / count.clamp(min=1), 0.0).double().sum()
-        totals[1] += counts.sum()
+        if per_token:
+            totals[0] += loss_sum.double().sum()
+            totals[1] += count.double().sum()
+        else:
+            totals[0] += torch.where(counts, loss_sum / count.clamp(min=1), 0.0).double().sum()
+            totals[1] += counts.sum()
     model.train()
-    loss, sequences = processes.sum(totals).tolist()
-    return loss / (sequences / processes.context.size)
+    loss, number = processes.sum(totals).tolist()
+    return loss / (number / processes.context.size)
 
 
 def next_token_pairs(windows: np.ndarray) -> np.ndarray:
@@ -216,7 +228,7 @@ def train(
             continue
         train_s = interval.stop(samples)
         loss, eval_s = _evaluate_and_log(
-            assembly, eval_batches, processes, reports, meter, step, samples
+            assembly, eval_batches, batching, processes, reports, meter, step, samples
         )
         phase_seconds["train"] += train_s
         phase_seconds["eval"] += eval_s
@@ -266,6 +278,7 @@ def _collect_garbage_only_at_evaluations() -> None:
 def _evaluate_and_log(
     assembly: Assembly,
     batches: list[Tensor],
+    batching: Batching,
     processes: Processes,
     reports: Reports,
     meter: Meter,
@@ -280,7 +293,11 @@ def _evaluate_and_log(
     began = time.monotonic()
     log.eval_start(samples)
     loss = evaluate(
-        assembly.model, batches, processes, lambda phase: reports.heartbeat.write(step, phase)
+        assembly.model,
+        batches,
+        processes,
+        lambda phase: reports.heartbeat.write(step, phase),
+        per_token=batching.counted is not None,
     )
     gc.collect()
     seconds = time.monotonic() - began

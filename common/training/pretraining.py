@@ -62,7 +62,7 @@ def run_on_token_files(run: Run, reports: Reports, rules: PretrainingRules) -> N
 
 def open_token_files(
     run: Run, rules: PretrainingRules, processes: Processes, step: int
-) -> tuple[Iterator[np.ndarray], np.ndarray]:
+) -> tuple[Iterator[np.ndarray], np.ndarray, None]:
     """Open the token files in Megatron's order (see `timed_run.OpenData`)."""
     config = run.config
     vocab_size = rules.shape.vocab_size
@@ -87,7 +87,7 @@ def open_token_files(
         )
     else:
         validation = validation_tokens(prefix, length, rules.eval_samples, vocab_size)
-    return map(next_token_pairs, windows), next_token_pairs(validation)
+    return map(next_token_pairs, windows), next_token_pairs(validation), None
 
 
 def pretrain(

@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,8 +70,9 @@ if TYPE_CHECKING:  # not imported at run time, because most runs have no checkpo
 
 # Opens the data files. Its argument is the number of steps already done. Returns the remaining
 # training micro-batches of this rank, each int32 [micro_batch_size, 2, sequence_length] (tokens,
-# labels), and the sequences of an evaluation, int32 [eval_samples, 2, sequence_length].
-OpenData = Callable[[int], tuple[Iterator[np.ndarray], np.ndarray]]
+# labels), the sequences of an evaluation, int32 [eval_samples, 2, sequence_length], and
+# `Batching.counted`.
+OpenData = Callable[[int], tuple[Iterator[np.ndarray], np.ndarray, Iterator[int] | None]]
 
 
 def start(run: Run, reports: Reports, rules: Rules) -> Processes:
@@ -199,7 +200,8 @@ def train(
     reports.heartbeat.write(step, "open data")
     if checkpoints:
         checkpoints.record_data()
-    micro_batches, validation = open_data(step)
+    micro_batches, validation, counted = open_data(step)
+    batching = replace(batching, counted=counted)
     batches = Prefetcher(micro_batches, processes.device)
     eval_batches = rank_micro_batches(validation, processes, config.eval_micro_batch_size)
     if checkpoints:

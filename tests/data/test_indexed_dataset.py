@@ -160,9 +160,10 @@ def test_damaged_index_is_named(tmp_path, kind):
 def test_a_damaged_header_is_named_by_the_counts(tmp_path, kind):
     change, message = DAMAGE[kind]
     prefix = damaged(tmp_path, change)
-    for count in (stored_sequences, stored_documents):
-        with pytest.raises(DataError, match=message):
-            count(prefix, 1)
+    with pytest.raises(DataError, match=message):
+        stored_sequences(prefix, 1)
+    with pytest.raises(DataError, match=message):
+        stored_documents(prefix, 8, 1)
 
 
 @pytest.mark.parametrize("vocab_size", [500, 128256])  # uint16 and int32
@@ -174,7 +175,7 @@ def test_the_counts_do_not_open_the_tokens(tmp_path, monkeypatch, vocab_size):
         os, "open", lambda path, flags: opened.append(path) or original(path, flags)
     )
     assert [stored_sequences(tmp_path / "p", length) for length in (1, 4, 8, 9)] == [8, 2, 1, 0]
-    assert [stored_documents(tmp_path / "p", limit) for limit in (1, 2, 3)] == [1, 2, 2]
+    assert [stored_documents(tmp_path / "p", 8, limit) for limit in (1, 2, 3)] == [1, 2, 2]
     assert set(opened) == {tmp_path / "p.idx"}
     (tmp_path / "p.bin").unlink()
     with pytest.raises(DataError, match=r"p\.bin"):

@@ -1,7 +1,5 @@
 """The sequences of an evaluation, spread over the validation file, and epochs of a run."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from jobs import write_int64
@@ -50,8 +48,7 @@ def test_an_id_outside_the_vocabulary_is_refused(prefix):
 @pytest.mark.parametrize("wrong", [2**32 + 7, 9 - 2**32])
 def test_ids_that_a_cast_to_32_bits_would_change_are_refused(tmp_path, wrong):
     write_int64(tmp_path / "p", [[5] * 9, [5, 6, wrong]])
-    rules = SimpleNamespace(sequence_length=8, shape=SimpleNamespace(vocab_size=VOCAB_SIZE))
-    documents = Documents(tmp_path / "p", rules)
+    documents = Documents(tmp_path / "p", 8, VOCAB_SIZE)
     assert documents[0].dtype == np.int32 and documents[0].tolist() == [[5] * 8] * 2
     with pytest.raises(DataError, match=f"document 1.* got {wrong}$"):
         documents[1]

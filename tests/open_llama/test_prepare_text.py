@@ -404,7 +404,8 @@ def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path):
     path = tmp_path / "a.jsonl"
     for line, words in (
         ('{"txt": "a", "url": "b"}', ("line 1", 'no key "text"', "it has txt, url", " --key")),
-        ("[1]", ("line 1", "list, not an object")),
+        ("[1]", ("element 1", "int, not an object")),
+        ('{"text": "a"}\n[1]', ("line 2", "list, not an object")),
         ("{", ("line 1", "not JSON")),
     ):
         path.write_text(line)

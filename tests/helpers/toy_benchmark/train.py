@@ -30,10 +30,12 @@ def run_rank(run: Run, reports: Reports) -> None:
     pretrain(run, reports, rules, processes, lr_at, partial(open_data, run, processes))
 
 
-def open_data(run: Run, processes: Processes, step: int) -> tuple[Iterator[np.ndarray], np.ndarray]:
+def open_data(
+    run: Run, processes: Processes, step: int
+) -> tuple[Iterator[np.ndarray], np.ndarray, None]:
     rows = next_token_pairs(np.load(run.data_dir / TRAIN_FILE))
     validation = next_token_pairs(np.load(run.data_dir / VALIDATION_FILE))
-    return batches(rows, run, processes, step), validation
+    return batches(rows, run, processes, step), validation, None
 
 
 def batches(rows: np.ndarray, run: Run, processes: Processes, step: int) -> Iterator[np.ndarray]:
