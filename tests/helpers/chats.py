@@ -112,7 +112,7 @@ def template(name: str, blocks: bool) -> str:
     return source.replace(" END }}", " }}{%- endgeneration %}")
 
 
-def write_tokenizer(folder: Path, chat_template: str | None, **settings) -> Path:
+def write_tokenizer(folder: Path, chat_template: str | None, /, **settings) -> Path:
     """Write a small byte-level tokenizer.json and its files to the new `folder`. Return it."""
     folder.mkdir(parents=True)
     tokenizer = Tokenizer(models.BPE())
