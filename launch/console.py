@@ -6,22 +6,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.benchmarks import Rules
+from common.benchmarks import Rules, names_mlperf
+from common.config import RunConfig
 from common.records import ledger, rcp, run_states, windows
 from common.records.run_record import RunRecord
-from common.terminal import plural, shown
+from common.terminal import is_quiet, plural, shown
 from launch.processes.ranks import parse_cpu_list
 from launch.selection.check import Choice
 
 MINIATURE_LINE = "THIS IS THE MINIATURE, a toy model: NOT a benchmark result, not for submission."
 
 
-def mlperf_line(text: str) -> None:
-    """Print a line for programs that read stdout.
+def prints_log(benchmark: str, config: RunConfig) -> bool:
+    """Return whether a run's MLPerf log and result go to stdout, for programs that read it.
 
-    Print nothing on a terminal, where other lines inform the user.
+    They do for MLPerf's benchmarks alone, and neither on a terminal nor with --quiet. The log is
+    always in result.txt.
     """
-    if not sys.stdout.isatty():
+    return names_mlperf(benchmark, config) and not sys.stdout.isatty() and not is_quiet()
+
+
+def mlperf_line(benchmark: str, config: RunConfig, text: str) -> None:
+    """Print a line beside the MLPerf log on stdout, if the log is there."""
+    if prints_log(benchmark, config):
         print(text, flush=True)
 
 

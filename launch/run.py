@@ -158,16 +158,17 @@ def _train_and_judge(
     `received`: signals that the launcher receives in the meantime.
     """
     start_date = time.strftime(DATE)
+    announce = functools.partial(mlperf_line, job.benchmark, job.config)
     with tracked(run_dir, job.trackers):  # until the outcome is decided
-        mlperf_line(f"STARTING TIMING RUN AT {start_date}")
+        announce(f"STARTING TIMING RUN AT {start_date}")
         ending, gone = _train(job, nodes, run_dir, seed, cleared)
         nodes.finish(run_dir, stop=ending.returncode != 0 or ending.signal_number != 0)
-        mlperf_line(f"ENDING TIMING RUN AT {time.strftime(DATE)}")
+        announce(f"ENDING TIMING RUN AT {time.strftime(DATE)}")
         result = diagnosis.read_result(run_dir / "result.txt")
         if result.minutes is not None:
             seconds = f"{result.minutes * 60:.0f}"
             org = job.environment.get("MLPERF_SUBMISSION_ORG", "")
-            mlperf_line(f"RESULT,{job.benchmark.upper()},,{seconds},{org},{start_date}")
+            announce(f"RESULT,{job.benchmark.upper()},,{seconds},{org},{start_date}")
         error, late_errors = judge(job, nodes, run_dir, ending, gone, result)
     nodes.failure = f"{error.what}: {error.why}" if error else ""
     lines = error.lines() if error else ""

@@ -1,9 +1,8 @@
 """Live display of a run.
 
 On a terminal, rich redraws a few lines. Elsewhere, a line is printed every minute. All values come
-from the run's files: events.jsonl, the heartbeat of rank 0, and gpu_samples.jsonl. On a terminal,
-the MLPerf log is written only to its file. The ranks' stderr passes through this process, so that
-their messages appear above the redrawn lines.
+from the run's files: events.jsonl, the heartbeat of rank 0, and gpu_samples.jsonl. The ranks'
+stderr passes through this process, so that their messages appear above the redrawn lines.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from common.terminal import (
     start_live,
     stop_live,
 )
+from launch.console import prints_log
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,7 +90,9 @@ class Screen:
         elif config.world_size == 1:
             self.unit = "tok/s"
         # Both files are closed by __exit__.
-        self.stdout = open(os.devnull, "w") if sys.stdout.isatty() else None  # noqa: SIM115
+        self.stdout = None
+        if not prints_log(benchmark, config):
+            self.stdout = open(os.devnull, "w")  # noqa: SIM115
         # A file in memory still works for the ranks if the disk is full. A pipe would break if the
         # launcher is killed.
         self.stderr = open(os.memfd_create("stderr"), "w+b", buffering=0)  # noqa: SIM115

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from pseudo_terminal import PseudoTerminal
 
+from common import config as configs
 from common import terminal
+from common.benchmarks import config_class, example_config
+from common.paths import ROOT
 from common.records.tracking import GPU_SAMPLES
 from common.training.heartbeat import Heartbeat
 from launch.console import mlperf_line
@@ -168,14 +171,30 @@ def test_on_a_terminal_the_mlperf_log_goes_to_its_file_only(tmp_path, terminal_o
     seen = terminal_of()
     with Screen(tmp_path, **about()) as view:
         os.write(view.stdout.fileno(), b":::MLLOG of a rank\n")
-        mlperf_line("RESULT")
+        mlperf_line("llama31_8b", about()["config"], "RESULT")
     assert ":::MLLOG" not in (text := seen.read()) and "RESULT" not in text
     piped = io.StringIO()
     monkeypatch.setattr(sys, "stdout", piped)
     with Screen(tmp_path, **about()) as view:
         assert view.stdout is None, "the ranks inherit ours"
-        mlperf_line("RESULT")
+        mlperf_line("llama31_8b", about()["config"], "RESULT")
     assert piped.getvalue() == "RESULT\n"
+
+
+@pytest.mark.parametrize(("benchmark", "quiet"), [("open_llama", ""), ("llama31_8b", "1")])
+def test_only_benchmarks_of_mlperf_log_to_stdout_and_never_quietly(
+    tmp_path, monkeypatch, benchmark, quiet
+):
+    piped = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", piped)
+    monkeypatch.setenv(terminal.QUIET, quiet)
+    config = about()["config"]
+    if benchmark == "open_llama":
+        config = configs.load(ROOT / example_config(benchmark), config_class(benchmark))
+    with Screen(tmp_path, **about() | {"benchmark": benchmark, "config": config}) as view:
+        assert view.stdout.name == os.devnull
+        mlperf_line(benchmark, config, "RESULT")
+    assert piped.getvalue() == ""
 
 
 def test_quiet_rewrites_nothing_on_a_terminal(tmp_path, terminal_of, monkeypatch):
