@@ -6,10 +6,10 @@ Standard library only: a command line is parsed before any package is installed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import math
-import os
 import re
 import shutil
 import signal
@@ -17,7 +17,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from common.errors import (
@@ -28,7 +27,7 @@ from common.errors import (
     StorageError,
     failure_of,
 )
-from common.terminal import QUIET, PrintableStream, print_stderr
+from common.terminal import QUIET, guarded, print_stderr
 
 PROGRAM = "./run_and_time.sh"
 # Options of every command -> environment variables by which they are passed on.
@@ -57,50 +56,56 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
     """Call `work` and return its exit code, with 0 for None.
 
     If it raises a known error, print the error's three lines and return its exit code. The signals
-    in STOP_SIGNALS are such errors, unless a handler of the caller or of `work` takes them. A
-    reader of the output that exits early, such as `head`, causes no traceback. What `work` prints
-    on a terminal has no control characters.
+    in STOP_SIGNALS are such errors, unless a handler of the caller or of `work` takes them. After
+    Ctrl-C nothing is printed, unless there is something to do.
+
+    A reader of the output that exits early, such as `head`, causes no traceback. An output that is
+    closed or full is a StorageError. Messages on a stderr that is closed or full are dropped.
     """
-    try:
-        with _interruptible(), _printable():
-            code = work()
-            sys.stdout.flush()
-        return code or 0
-    except BrokenPipeError:
-        # The interpreter flushes stdout again at exit, which must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print_stderr("note: the reader closed the output before everything was written")
-        return PIPE_CLOSED
-    except KeyboardInterrupt:
-        failure: RunError = Interrupted(signal.SIGINT)
-    except Exception as error:
-        known = failure_of(error)
-        if known is None and isinstance(error, OSError):
-            known = _refused_file_operation(error)
-        if known is None:
-            raise
-        failure = known
-    print_stderr(failure.lines())
-    return failure.exit_code
+    with _guarded_streams():
+        try:
+            with _interruptible():
+                code = work()
+                sys.stdout.flush()
+            return code or 0
+        except BrokenPipeError:
+            print_stderr("note: the reader closed the output before everything was written")
+            return PIPE_CLOSED
+        except KeyboardInterrupt:
+            failure: RunError = Interrupted(signal.SIGINT)
+        except Exception as error:
+            known = failure_of(error)
+            if known is None and isinstance(error, OSError):
+                known = _refused_file_operation(error)
+            if known is None:
+                raise
+            failure = known
+        if failure.exit_code != 128 + signal.SIGINT or failure.do:
+            print_stderr(failure.lines())
+        return failure.exit_code
 
 
-@contextmanager
-def _printable() -> Iterator[None]:
-    """Print no control characters of foreign files on the terminal."""
-    before = sys.stdout
-    if before is None or not before.isatty():
-        yield
-        return
-    stream: Any = PrintableStream(before)
-    sys.stdout = stream
+@contextlib.contextmanager
+def _guarded_streams() -> Iterator[None]:
+    """Guard stdout and stderr, and flush them at the end.
+
+    Otherwise the interpreter would flush them at exit, and fail if they cannot be written.
+    """
+    before: Any = (sys.stdout, sys.stderr)
+    output: Any = guarded(sys.stdout)
+    messages: Any = guarded(sys.stderr, drops=True)
+    sys.stdout = output
+    sys.stderr = messages
     try:
         yield
     finally:
-        if sys.stdout is stream:  # `outlive_readers` may have replaced it
-            sys.stdout = before
+        with contextlib.suppress(OSError, StorageError):
+            output.flush()
+        messages.flush()
+        sys.stdout, sys.stderr = before
 
 
-@contextmanager
+@contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """Raise Interrupted at those of STOP_SIGNALS that would end this process at once."""
 

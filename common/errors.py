@@ -196,8 +196,11 @@ class Interrupted(RunError):
     kind = "interrupted"
 
     def __init__(self, signal_number: int):
-        why = "someone, or the batch system, asked the run to stop"
-        super().__init__(f"stopped by signal {signal_number}", why, "start it again when ready")
+        if signal_number == signal.SIGINT:
+            super().__init__("interrupted (Ctrl-C)")
+        else:
+            why = "someone, or the batch system, asked the run to stop"
+            super().__init__(f"stopped by signal {signal_number}", why, "start it again when ready")
         self.exit_code = 128 + signal_number
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from common import text_tables
+from common.errors import StorageError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -355,55 +356,67 @@ class Progress:
 # --- readers that exit ----------------------------------------------------------------------------
 
 
-class PrintableStream:
-    """A text stream that writes only what is `printable`."""
+class GuardedStream:
+    """Standard output or error. On a terminal, it writes only what is `printable`.
 
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return self._stream.write(printable(text))
-
-
-class DroppingStream:
-    """A text stream whose output is dropped as soon as it can no longer be written.
-
-    The stream is then redirected to /dev/null. Processes started after that inherit this.
+    If it can no longer be written, it is redirected to /dev/null. Processes started after that
+    inherit this. What is written is dropped then, or raises BrokenPipeError or StorageError.
     """
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: Any, drops: bool):
         self._stream = stream
+        self.drops = drops
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        return self._or_drop(self._stream.write, text)
+        return self._guarded(self._stream.write, printable(text) if self.isatty() else text)
 
     def flush(self) -> None:
-        self._or_drop(self._stream.flush)
+        self._guarded(self._stream.flush)
 
-    def _or_drop(self, method: Callable, *text: str) -> Any:
-        """Call a method of the stream. If it fails, redirect the stream to /dev/null."""
+    def _guarded(self, method: Callable, *text: str) -> Any:
         try:
             return method(*text)
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
+        except OSError as error:
+            _discard(self.fileno())
+            if self.drops:
+                return None
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise StorageError(
+                f"standard output: {error.strerror or error}",
+                "the command's output could not be written",
+                "free space, or redirect the output to another file",
+            ) from None
+
+
+def guarded(stream: Any, drops: bool = False) -> GuardedStream:
+    """Return `stream` as a GuardedStream, which drops output if it already does or `drops`.
+
+    Python sets a closed stream to None. It stays one that cannot be written.
+    """
+    if not isinstance(stream, GuardedStream):
+        stream = GuardedStream(stream or open(os.devnull), drops)  # noqa: SIM115
+    stream.drops |= drops
+    return stream
 
 
 def outlive_readers() -> None:
     """Ignore failed writes to stdout and stderr from now on."""
-    sys.stdout = _dropping(sys.stdout)
-    sys.stderr = _dropping(sys.stderr)
+    sys.stdout = guarded(sys.stdout, drops=True)
+    sys.stderr = guarded(sys.stderr, drops=True)
+    for number in (1, 2):
+        try:
+            os.write(number, b"")
+        except OSError:  # closed from the beginning: the ranks must be able to write
+            _discard(number)
 
 
-def _dropping(stream: Any) -> Any:
-    """Return `stream` as a DroppingStream. Python sets a closed stream to None."""
-    if isinstance(stream, DroppingStream):
-        return stream
-    return DroppingStream(stream or open(os.devnull, "w"))
+def _discard(number: int) -> None:
+    """Redirect a file descriptor to /dev/null."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    if null != number:  # the number was closed
+        os.close(null)

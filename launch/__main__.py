@@ -8,6 +8,7 @@ module uses only the standard library.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def main(arguments: list[str]) -> None:
         python = environment.python_for(ROOT / requirements, folder)
         if requirements == environment.ALL:
             environment.add_hopper_packages(python, ROOT, folder)
-    os.execve(python, [str(python), *command], os.environ | process_variables(os.environ))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until launch.start receives it
+    command = [str(python), "-m", "launch.start", *command]
+    os.execve(python, command, os.environ | process_variables(os.environ))
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
 
 
 def read(arguments: list[str]) -> tuple[str, list[str]]:
-    """Parse a command line: return its requirements file and Python's arguments for its module.
+    """Parse a command line: return its requirements file, and its module followed by arguments.
 
     The requirements file is Command.needs, "" for none. Raise ConfigError for a line that is not
     valid. Raise SystemExit after printing the help or the version.
@@ -195,7 +195,7 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     # A module in the benchmark's own package knows its benchmark.
     if benchmark and command.module != IN_BENCHMARK:
         rest = [benchmark, *rest]
-    return needs, ["-m", _module_of(name, benchmark), *rest]
+    return needs, [_module_of(name, benchmark), *rest]
 
 
 def has_command(benchmark: str, name: str) -> bool:

@@ -137,7 +137,7 @@ def test_the_name_of_a_config(path, meant):
     ],
 )
 def test_what_reaches_the_module(line, words):
-    assert cli.read(line.split())[1] == ["-m", *words.split()]
+    assert cli.read(line.split())[1] == words.split()
 
 
 @pytest.mark.parametrize("name", ["run", "bench", "profile", "tune"])
@@ -232,7 +232,6 @@ def test_switches_are_taken_anywhere_and_handed_on(monkeypatch):
     for name in cli.SWITCHES.values():
         monkeypatch.setenv(name, "")
     assert cli.read(["--no-color", "llama31_8b", "--quiet", "--print"])[1] == [
-        "-m",
         "launch.run_command",
         "llama31_8b",
         "--print",

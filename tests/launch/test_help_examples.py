@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -73,14 +74,14 @@ EXAMPLES = every_example()
 
 
 def arguments_of(example: str) -> list[str]:
-    """Return Python's arguments for an example: -m, the module and its arguments."""
+    """Return the module that an example starts, and its arguments."""
     return cli.read(shlex.split(example))[1]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_is_parsed(example):
-    assert arguments_of(example)[0] == "-m"
+    assert find_spec(arguments_of(example)[0])
 
 
 @pytest.mark.quick
@@ -99,12 +100,12 @@ def test_examples_of_all_kinds_are_found():
 
 def runs_in_process(example: str) -> bool:
     """Return whether the example reads logs only. An export needs further packages."""
-    return arguments_of(example)[1] in RUN_IN_PROCESS and "--export" not in example
+    return arguments_of(example)[0] in RUN_IN_PROCESS and "--export" not in example
 
 
 def runs_alone(example: str) -> bool:
     """Return whether the example starts no training."""
-    module = arguments_of(example)[1]
+    module = arguments_of(example)[0]
     return module in RUN_ALONE and (module != "launch.run_command" or "--print" in example)
 
 
@@ -128,7 +129,7 @@ def workplace(tmp_path_factory) -> Path:
 def test_an_example_runs(example, workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("LOGDIR", str(workplace / "results"))
-    _, module, *arguments = arguments_of(example)
+    module, *arguments = arguments_of(example)
     expanded = []
     for word in arguments:
         matches = sorted(map(str, Path().glob(word))) if "*" in word else []
@@ -140,7 +141,7 @@ def test_an_example_runs(example, workplace, monkeypatch, capsys):
 @pytest.mark.parametrize("example", [*filter(runs_alone, EXAMPLES)])
 def test_an_example_runs_as_a_program(example, workplace):
     done = subprocess.run(
-        [sys.executable, *arguments_of(example)],
+        [sys.executable, "-m", *arguments_of(example)],
         cwd=workplace,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -85,7 +85,7 @@ def test_without_words_it_lists_the_measurements(capsys):
 def test_the_launcher_passes_it_on_without_a_benchmark():
     assert read(["throughput", "gemm", "--help"]) == (
         "requirements.txt",
-        ["-m", "throughput", "gemm", "--help"],
+        ["throughput", "gemm", "--help"],
     )
     with pytest.raises(ConfigError, match="benchmark"):
         read(["llama31_8b", "throughput"])

@@ -1,0 +1,119 @@
+"""Test Ctrl-C at every moment, and standard streams that are closed, full or not read."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from common.command_line import exit_code_of
+from common.errors import ConfigError
+from common.paths import ROOT
+
+SCRIPT = str(ROOT / "run_and_time.sh")
+
+
+def started(command, **options):
+    """Start a command in a process group of its own, as a shell does."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **options,
+    )
+
+
+def interrupted_silently(process):
+    _, err = process.communicate(timeout=60)
+    # A shell reports 130 for both.
+    return process.returncode in (130, -signal.SIGINT) and not err
+
+
+def test_ctrl_c_while_python_starts_is_silent():
+    """SIGINT is blocked while Python starts, and pending when launch.start runs."""
+
+    def interrupt():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    command = [sys.executable, "-m", "launch.start", "launch", "--version"]
+    assert interrupted_silently(started(command, preexec_fn=interrupt))
+    assert not interrupted_silently(started(command))
+
+
+def test_ctrl_c_while_python_is_probed_is_silent(tmp_path):
+    """Python fails with 1, not with 130, if the signal comes while it imports site."""
+    (tmp_path / "python3").write_text("#!/bin/sh\ntrap '' INT\nkill -INT 0\nexit 1\n")
+    (tmp_path / "python3").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert interrupted_silently(started([SCRIPT, "runs"], env={**os.environ, "PATH": path}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--help", "runs", "plan llama31_8b", "llama31_8b --miniature"])
+def test_ctrl_c_in_the_first_half_second(words, tmp_path):
+    loud = []
+    for moment in range(27):
+        environment = {**os.environ, "LOGDIR": str(tmp_path)}
+        process = started([SCRIPT, *words.split()], env=environment)
+        time.sleep(0.02 * moment)
+        has_ended = process.poll() == 0
+        if not has_ended:
+            os.killpg(process.pid, signal.SIGINT)
+        if not interrupted_silently(process) and not has_ended:
+            loud.append(moment)
+    assert loud == [] and not [*tmp_path.iterdir()]
+
+
+def test_ctrl_c_is_silent_unless_something_can_be_done(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert exit_code_of(interrupted) == 130 and capsys.readouterr().err == ""
+
+
+NO_READER = "(exec <&-; sleep 1); exit ${PIPESTATUS[0]}"
+PROGRAM = """
+import sys
+from common.command_line import exit_code_of
+from common.errors import ConfigError
+def work():
+    if sys.argv[1:] == ["fail"]:
+        raise ConfigError("wrong")
+    print("text")
+sys.exit(exit_code_of(work))
+"""
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "words"),
+    [
+        ('"$0" "$@"', 0, ""),
+        ('"$0" "$@" >/dev/full', 17, "standard output"),
+        ('"$0" "$@" >&-', 17, "standard output"),
+        (f'"$0" "$@" | {NO_READER}', 141, "note"),
+        ('"$0" "$@" fail', ConfigError.exit_code, "error: wrong"),
+        ('"$0" "$@" fail 2>&-', ConfigError.exit_code, ""),
+        ('"$0" "$@" fail 2>/dev/full', ConfigError.exit_code, ""),
+        (f'"$0" "$@" fail 2>&1 | {NO_READER}', ConfigError.exit_code, ""),
+    ],
+)
+def test_a_stream_that_cannot_be_written(shell, code, words):
+    command = ["bash", "-c", shell, sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code and words in done.stderr and "Traceback" not in done.stderr
+    assert bool(done.stderr) == bool(words)
+
+
+def test_another_shell_starts_the_script_and_none_is_replaced_by_it():
+    done = subprocess.run(["sh", SCRIPT, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    line = 'source "$1" --version; echo still $?'
+    done = subprocess.run(["bash", "-c", line, "bash", SCRIPT], capture_output=True, text=True)
+    assert done.stdout == "still 2\n" and len(done.stderr.splitlines()) == 3
