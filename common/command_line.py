@@ -17,6 +17,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from common.errors import (
@@ -195,6 +196,13 @@ def count(text: str) -> int:
     return number
 
 
+def existing_path(text: str) -> Path:
+    """Parse an argument that is the path of an existing file or directory."""
+    if not text or not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"'{text}' does not exist")
+    return Path(text)
+
+
 def float_or_nan(text: str) -> float:
     """Return the number in `text`, or NaN, which no comparison accepts, if there is none."""
     try:
@@ -327,11 +335,6 @@ def overrides_of(texts: Sequence[str]) -> dict[str, str]:
             )
         overrides[key] = value
     return overrides
-
-
-def complete_below(action: argparse.Action, parsers: Callable[[], dict[str, Parser]]) -> None:
-    """Let shells complete the arguments after each choice of `action` by that choice's parser."""
-    action.parsers = parsers  # type: ignore[attr-defined]
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,13 +1,11 @@
 """Print the completion script for bash or zsh: commands, options and values of options.
 
-Save the script in a file, and let ~/.bashrc or ~/.zshrc read the file with `source`. The options of
-`throughput` measurements are included if torch is installed.
+Save the script in a file, and let ~/.bashrc or ~/.zshrc read the file with `source`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import sys
 import zlib
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common import benchmarks
-from common.command_line import Parser, program
+from common.command_line import Parser, existing_path, program
 from launch.cli import ALWAYS, COMMANDS, NEVER, commands_of, has_command, parser_of
 
 PROGRAM = "run_and_time.sh"
@@ -82,11 +80,7 @@ def _add(
         return words.add_parser(word, help=about)
     added = words.add_parser(word, parents=[parser], add_help=False, help=about)
     for action in list(added._actions):
-        if parsers := getattr(action, "parsers", None):
-            with contextlib.suppress(ModuleNotFoundError):  # they need torch
-                _replace(added, parsers())
-        else:
-            _set_values(action)
+        _set_values(action)
     return added
 
 
@@ -100,17 +94,8 @@ def _set_values(action: argparse.Action) -> None:
         action.choices = [str(choice) for choice in action.choices]
     elif words := getattr(action, "words", None):
         _complete_with(action, _word_completion(words))
-    elif action.type is Path or action.metavar in ("FILE", "DIR"):
+    elif action.type in (Path, existing_path) or action.metavar in ("FILE", "DIR"):
         _complete_with(action, _file_completion())
-
-
-def _replace(parser: argparse.ArgumentParser, parsers: dict[str, argparse.ArgumentParser]) -> None:
-    """Replace the positional arguments of `parser` by subcommands, which shtab looks into."""
-    for action in parser._get_positional_actions():  # also the hidden rest of the command line
-        parser._remove_action(action)
-    commands = parser.add_subparsers()
-    for name, each in parsers.items():
-        _add(commands, name, each)
 
 
 def _complete_with(action: argparse.Action, complete: Any) -> None:

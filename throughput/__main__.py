@@ -1,7 +1,5 @@
 """Measure the speed of this machine.
 
-    {subcommands}
-
 `throughput MEASUREMENT --help` lists the options of a measurement. Each one writes result.json,
 table.md and page.html into a directory (--out; default: a new one in LOGDIR/throughput).
 result.json is saved after every row. If a row fails, for example out of memory, the row records the
@@ -15,21 +13,23 @@ docs/throughput.md explains each number.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
-from common.command_line import Parser, complete_below, exit_code_of
+from common.command_line import Parser, program
 from common.errors import PreflightError, RunError, failure_of
 from launch.processes.supervise import raise_at_signals
 from launch.selection.machine import Machine
-from throughput import shared_options
+from throughput import options, shared_options
 
-# Measurement -> one line of help. Its module throughput/<name>.py defines add_arguments(parser),
-# measure(options, result), which adds rows to the Result, and TABLES, which describe the rows
-# (common/measure/tables.py). The modules of WITHOUT_RESULT define add_arguments and main(options).
+# Measurement -> one line of help. The function of its name in options.py adds its options. Its
+# module throughput/<name>.py defines measure(options, result), which adds rows to the Result, and
+# TABLES, which describe the rows (common/measure/tables.py). The modules of WITHOUT_RESULT define
+# main(options).
 MEASUREMENTS = {
     "gemm": "matrix products in FP16, BF16 and FP8, and copies of memory",
     "llama": "training steps of Llama, Mistral and Qwen3 models, full or LoRA",
@@ -47,44 +47,27 @@ SUBCOMMANDS = MEASUREMENTS | WITHOUT_RESULT
 
 
 def parser() -> Parser:
-    """Return the parser of the first argument.
-
-    `parser_of` has the options of a measurement, whose module may need torch.
-    """
-    about = (__doc__ or "").format(
-        subcommands="\n    ".join(f"{name:10}{text}" for name, text in SUBCOMMANDS.items())
-    )
+    """Return the parser of `throughput`, with a subcommand for each measurement."""
     parser = Parser(
         "throughput",
-        about,
+        __doc__,
         ["throughput suite --quick", "throughput llama --model qwen3-8b --gpus 1,2"],
     )
-    measurement = parser.add_argument(
-        "name", metavar="measurement", choices=tuple(SUBCOMMANDS), help="see above"
-    )
-    complete_below(measurement, lambda: {name: parser_of(name) for name in SUBCOMMANDS})
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
-    return parser
-
-
-def main(arguments: list[str]) -> int:
-    return exit_code_of(lambda: start(**vars(parser().parse_args(arguments))))
-
-
-def parser_of(name: str) -> Parser:
-    """Return the parser of a measurement's options. Its module may need torch."""
-    module = _module(name)
-    parser = Parser(f"throughput {name}", module.__doc__)
-    module.add_arguments(parser)
-    if name != "tiles":  # it only prints
-        parser.add_argument(
-            "--out",
-            type=Path,
-            metavar="DIR",
-            help="new directory for the result (default: one in LOGDIR/throughput)",
-        )
-    if name not in WITHOUT_RESULT:
-        shared_options.add(parser, "device")
+    measurements = parser.add_subparsers(dest="name", metavar="measurement", required=True)
+    for name, text in SUBCOMMANDS.items():
+        source = Path(__file__).with_name(f"{name}.py").read_text()  # an import would need torch
+        about = ast.get_docstring(ast.parse(source))
+        measurement = measurements.add_parser(name, help=text, description=about)
+        getattr(options, name)(measurement)
+        if name != "tiles":  # it only prints
+            measurement.add_argument(
+                "--out",
+                type=Path,
+                metavar="DIR",
+                help="new directory for the result (default: one in LOGDIR/throughput)",
+            )
+        if name not in WITHOUT_RESULT:
+            shared_options.add(measurement, "device")
     return parser
 
 
@@ -95,31 +78,30 @@ def _module(name: str) -> ModuleType:
     except ImportError as error:
         raise PreflightError(
             f"throughput {name} cannot be imported: {error}",
-            "a measurement and its --help need torch",
+            "a measurement needs torch",
             "run it by ./run_and_time.sh, which installs the packages, or in a container",
         ) from None
 
 
-def start(name: str, rest: list[str]) -> int:
-    """Run the measurement or command `name` with the options `rest`, and return the exit code.
+def start(chosen: argparse.Namespace) -> int:
+    """Run the measurement or command that the options choose, and return the exit code.
 
     Raises RunError, which includes ConfigError.
     """
-    module = _module(name)
-    options = parser_of(name).parse_args(rest)
-    if name in WITHOUT_RESULT:
-        return module.main(options)
+    module = _module(chosen.name)
+    if chosen.name in WITHOUT_RESULT:
+        return module.main(chosen)
     here = Machine.of(os.environ)
-    shared_options.settle(options, here.probe)
+    shared_options.settle(chosen, here.probe)
     # These import torch, which --help must not need.
     from throughput import machine, result
 
-    facts = machine.facts(here, options.device)
+    facts = machine.facts(here, chosen.device)
     versions = machine.versions(here.probe)
-    folder = options.out or result.default_directory(name)
-    recorded = result.Result(name, module.TABLES, folder, options.device, facts, versions)
+    folder = chosen.out or result.default_directory(chosen.name)
+    recorded = result.Result(chosen.name, module.TABLES, folder, chosen.device, facts, versions)
     try:
-        module.measure(options, recorded)
+        module.measure(chosen, recorded)
         recorded.finish()
     except Exception as error:
         recorded.fail(failure_of(error) or internal_error(error))
@@ -132,6 +114,8 @@ def internal_error(error: Exception) -> RunError:
     return RunError(f"{type(error).__name__}: {error}", "this is an internal error")
 
 
+main = program(parser, start)
+
 if __name__ == "__main__":
     raise_at_signals()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -12,9 +12,7 @@ null are shown but not judged. Standard library only.
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -75,13 +73,6 @@ class BaselineVerdict:
     verdict: str  # PASS, FAIL, NOT_JUDGED or NOT_MEASURED
     limit: float | None  # fraction below the baseline that passes; None: not judged
     part: str  # part of the suite that measured the row, "" if none did
-
-
-def percentage(text: str) -> float:
-    """Parse an option such as 3% and return it as a fraction."""
-    if not re.fullmatch(r"\d+(\.\d+)?%", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a percentage such as {TOLERANCE:.0%}")
-    return float(text[:-1]) / 100
 
 
 # --- sources of a baseline ------------------------------------------------------------------------

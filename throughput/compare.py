@@ -14,16 +14,6 @@ from common.measure import profile_comparison, report
 from throughput import result
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        type=Path,
-        metavar="DIR",
-        help="directories of results, or of two profiles; the first is the reference",
-    )
-
-
 def main(options: argparse.Namespace) -> int:
     """Write the comparison of `options.folders` and return 0.
 

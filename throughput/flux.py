@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from common.command_line import count
 from common.errors import ConfigError, OutOfMemory
 from common.gpu_kinds import GIB
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
@@ -110,38 +109,6 @@ TABLES = (
         larger_is_better=False,
     ),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared_options.add(
-        parser,
-        "gpus",
-        batch={
-            "default": shared_options.ByDevice(10, 2),
-            "help": "images per GPU, or max for the largest that fits (default: %(default)s)",
-        },
-        warmup={"default": 2},
-        steps={"default": 8},
-    )
-    parser.add_argument(
-        "--resolution",
-        type=count,
-        default=shared_options.ByDevice(512, 64),
-        metavar="N",
-        help="side of the image in pixels (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--layers",
-        type=shared_options.counts,
-        metavar="D,S",
-        help="number of double and single blocks (default: 19,38, or 12,24 if these do not fit)",
-    )
-    parser.add_argument(
-        "--recompute",
-        type=int,
-        metavar="N",
-        help="recompute the first N blocks in the backward (default: all)",
-    )
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:

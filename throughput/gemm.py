@@ -131,17 +131,6 @@ TABLES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--precision", choices=(*DTYPES, "fp8"), help="measure only this precision (default: all)"
-    )
-    parser.add_argument(
-        "--shape",
-        metavar="MxKxN",
-        help="measure only this shape, such as 8192x8192x8192 (default: seven shapes)",
-    )
-
-
 def measure(options: argparse.Namespace, result: Result) -> None:
     """Measure copies and products. Raises ConfigError for a wrong shape, before any measurement."""
     torch.manual_seed(0)

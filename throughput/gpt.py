@@ -12,22 +12,14 @@ from typing import Any
 
 import torch
 
-from common.command_line import complete
 from common.errors import ConfigError
 from common.estimate.memory import largest
 from common.kernels.attention import attention_backends
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from common.training.metrics import peak_bytes
 from throughput import shared_options
-from throughput.gpt_model import (
-    SIZES,
-    STAND_INS,
-    STATE_BYTES,
-    STEPS,
-    Size,
-    build_gpt,
-    train_step,
-)
+from throughput.gpt_model import STATE_BYTES, build_gpt, train_step
+from throughput.gpt_sizes import SIZES, STAND_INS, Size
 from throughput.memory import (
     free_memory,
     ran_out_of_memory,
@@ -92,21 +84,6 @@ TABLES = (
         published=(PublishedValues("gpt", KEYS, "tokens_per_s"),),
     ),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"one of {', '.join(SIZES)} (default: all; on a CPU {' and '.join(STAND_INS)})",
-    )
-    complete(model, SIZES)
-    parser.add_argument(
-        "--sweep",
-        action="store_true",
-        help="measure batches 1, 2, 4, ... up to the largest that fits",
-    )
-    shared_options.add(parser, "batch", "seq", warmup={"default": 3}, steps={"default": STEPS})
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:

@@ -13,13 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.command_line import complete, count, minutes
 from common.errors import ConfigError
 from common.estimate.memory import gib, with_micro_batch
 from common.gpu_kinds import KINDS, GpuKind
 from common.machine.host import cpu_count
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
-from common.model.families import FAMILIES
 from launch.job import Job, Node, directories
 from launch.processes.ranks import cpus_of_ranks
 from launch.selection.check import Choice
@@ -27,7 +25,7 @@ from launch.selection.machine import NO_GPUS, Machine
 from launch.tune.command import fastest
 from launch.tune.search import text_of
 from launch.tune.target import Target
-from throughput import machine, shared_options
+from throughput import machine
 from throughput.llama_case import TINY, LlamaCase, case_of, case_to_tune
 from throughput.memory import OUT_OF_MEMORY
 from throughput.ranks import MEASURED, run_ranks
@@ -101,45 +99,6 @@ TABLES = (
         ),
     ),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument(
-        "--model",
-        metavar="NAME|FILE",
-        help=f"one of {', '.join(FAMILIES)}, {TINY}, or a Hugging Face config.json of type llama, "
-        f"mistral or qwen3 (default: llama3.1-8b, on a CPU {TINY})",
-    )
-    complete(model, [*FAMILIES, TINY])
-    parser.add_argument(
-        "--lora", action="store_true", help="freeze the base and train adapters of rank 16"
-    )
-    parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers")
-    shared_options.add(
-        parser,
-        "precision",
-        seq={
-            "default": shared_options.ByDevice(8192, 128),
-            "help": "tokens per sequence (default: %(default)s)",
-        },
-        batch={
-            "help": "sequences per GPU and step, or max for the largest that fits "
-            "(default: the benchmark's, or max)"
-        },
-    )
-    shared_options.add(parser, "gpus", warmup={"default": 3}, steps={"default": 10})
-    parser.add_argument(
-        "--search",
-        type=minutes,
-        metavar="MINUTES",
-        help="first search for the fastest settings of the same step, for at most MINUTES",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="with --search: continue the newest search in LOGDIR for the same model, commit, "
-        "packages and GPUs",
-    )
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:

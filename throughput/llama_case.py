@@ -30,8 +30,8 @@ from launch.selection.choose import nearest_config
 from launch.tune.candidates import changed
 from throughput import shared_options
 from throughput.memory import require_host_memory
+from throughput.options import TINY
 
-TINY = "miniature"  # shape of the benchmarks' miniatures, for a CPU
 # Mode -> key of the config that reduces memory, one layer at a time.
 SAVES_MEMORY = {"full": "recompute_layers", "lora": "offload_layers"}
 

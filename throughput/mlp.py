@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.command_line import count
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
-from throughput import shared_options
 from throughput.result import Result, TimedRow
 from throughput.timing import per_second, step_ms
 
@@ -50,20 +48,6 @@ TABLES = (
         published=(PublishedValues("mlp", ("model", "batch"), "samples_per_s"),),
     ),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared_options.add(
-        parser,
-        "warmup",
-        batch={
-            "type": count,
-            "default": 256,
-            "metavar": "N",
-            "help": "samples per step (default: %(default)s)",
-        },
-        steps={"default": shared_options.ByDevice(100, 5)},
-    )
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:

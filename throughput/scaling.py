@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from common.command_line import complete, count
 from common.errors import Interrupted, RunError
 from common.machine.host import cpu_count
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
@@ -27,7 +26,7 @@ from common.model.shapes import TokenFlops
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
 from throughput import links, ranks, shared_options
-from throughput.gpt_model import SIZES, STAND_INS, STEPS
+from throughput.gpt_sizes import SIZES, STAND_INS
 from throughput.memory import OUT_OF_MEMORY, ran_out_of_memory
 from throughput.result import Result
 from throughput.scaling_rank import DDP, STRATEGIES, ScalingRequest
@@ -134,27 +133,6 @@ LINKS = Table(
     ),
 )
 TABLES = (SCALING, COLLECTIVES, LINKS)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"GPT to train, one of {', '.join(SIZES)} (default: the largest up to 7b that fits)",
-    )
-    complete(model, SIZES)
-    numbers = {
-        "default": None,
-        "help": "numbers of GPUs to measure (default: 1, 2, 4 and 8, as far as there are GPUs)",
-    }
-    shared_options.add(
-        parser,
-        "precision",
-        "seq",
-        gpus=numbers,
-        batch={"type": count, "metavar": "N", "help": "batch of the GPT per GPU"},
-    )
-    shared_options.add(parser, warmup={"default": 3}, steps={"default": STEPS})
 
 
 def measure(options: argparse.Namespace, result: Result) -> None:

@@ -30,7 +30,8 @@ from common.training.assembly import Batching
 from common.training.loop import train_step as llama_step
 from common.training.pretraining import assemble_random
 from common.training.warmup import synthetic_batches
-from throughput.gpt_model import LEARNING_RATE, Size, build_gpt, train_step
+from throughput.gpt_model import LEARNING_RATE, build_gpt, train_step
+from throughput.gpt_sizes import Size
 from throughput.memory import free_memory
 from throughput.ranks import (
     LocalReduceScatter,

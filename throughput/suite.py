@@ -70,40 +70,6 @@ PARTS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="measure fewer models and batches (three minutes on one H200, two on a CPU)",
-    )
-    shared_options.add(
-        parser,
-        "device",
-        gpus={
-            "default": None,
-            "help": "numbers of GPUs to measure (default: 1, 2, 4, ... and all GPUs)",
-        },
-    )
-    parser.add_argument(
-        "--save-baseline",
-        type=Path,
-        metavar="FILE",
-        help="save the measured rows to a new file, for a later --against",
-    )
-    parser.add_argument(
-        "--against",
-        metavar="FILE|GPU",
-        help="compare each row with a saved baseline, or with the known numbers of a GPU kind",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=baseline.percentage,
-        metavar="PERCENT",
-        help="with --against: how far below the baseline a row may be (default: the row's limit in "
-        "throughput/limits.json)",
-    )
-
-
 def main(options: argparse.Namespace) -> int:
     """Run the suite and return the exit code (see the top of this file).
 

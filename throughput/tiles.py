@@ -28,7 +28,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import benchmarks, known_issues
-from common.command_line import count
 from common.engines import ATTENTION, REPEATED_HEADS, SDPA, VARIABLES
 from common.errors import ConfigError
 from common.kernels.architecture import Tile, architecture
@@ -89,25 +88,6 @@ ATTENTION_ON_CUDA = (
 # Ops whose tile has a fixed width: a whole row, or half of a head.
 WHOLE_ROWS = ("add + RMS norm", "RMS norm", "RoPE", "QK norm + RoPE")
 LOOPS = ("RMS norm backward", "adapter")  # ops whose kernel has a loop, and therefore stages
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--benchmark", choices=benchmarks.closed(), default=benchmarks.measured_in("full")
-    )
-    parser.add_argument(
-        "--micro-batch",
-        type=count,
-        metavar="N",
-        help="sequences per micro-batch (default: 2, or 1 for LoRA)",
-    )
-    parser.add_argument(
-        "--only",
-        default="",
-        metavar="OP",
-        help=f"time only ops whose name contains OP: attention, {', '.join(SETTINGS)}",
-    )
 
 
 def main(options: argparse.Namespace) -> int:

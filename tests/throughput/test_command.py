@@ -16,7 +16,7 @@ from common.measure import published
 from common.paths import ROOT
 from launch.cli import read
 from throughput import shared_options
-from throughput.__main__ import MEASUREMENTS, SUBCOMMANDS, main, parser_of
+from throughput.__main__ import MEASUREMENTS, SUBCOMMANDS, main, parser
 
 pytestmark = pytest.mark.quick
 
@@ -82,11 +82,19 @@ def test_without_words_it_lists_the_measurements(capsys):
     assert all(name in out for name in SUBCOMMANDS)
 
 
-def test_the_launcher_passes_it_on_without_a_benchmark():
-    assert read(["throughput", "gemm", "--help"]) == (
-        "requirements.txt",
-        ["throughput", "gemm", "--help"],
-    )
+def parser_of(what: str) -> Parser:
+    return parser()._subparsers._group_actions[0].choices[what]
+
+
+def test_the_launcher_checks_it_without_a_benchmark():
+    assert read(["throughput", "gemm", "--precision", "fp8"])[1] == [
+        "throughput",
+        "gemm",
+        "--precision",
+        "fp8",
+    ]
+    with pytest.raises(ConfigError, match="--precison"):
+        read(["throughput", "gemm", "--precison", "fp8"])
     with pytest.raises(ConfigError, match="benchmark"):
         read(["llama31_8b", "throughput"])
 
@@ -153,7 +161,6 @@ def test_without_out_it_goes_to_logdir(tmp_path, monkeypatch):
 def test_what_a_measurement_declares_fits_together(what):
     """Keys of tables and plots are columns, and published tables have the columns to match."""
     module = importlib.import_module(f"throughput.{what}")
-    module.add_arguments(Parser("throughput x"))
     for table in module.TABLES:
         keys = [column.key for column in table.columns]
         assert len(keys) == len(set(keys)) and {
@@ -206,12 +213,12 @@ def test_the_help_of_batch_names_max_only_if_it_is_accepted(what):
 
 @pytest.mark.parametrize(("device", "steps"), [("cuda", 100), ("cpu", 5)])
 def test_a_default_may_depend_on_the_device(device, steps):
-    parser = parser_of("mlp")
-    assert "100, on a CPU 5" in parser.format_help()
-    chosen = parser.parse_args(["--device", device])
+    mlp = parser_of("mlp")
+    assert "100, on a CPU 5" in mlp.format_help()
+    chosen = mlp.parse_args(["--device", device])
     shared_options.use_defaults(chosen)
     assert chosen.steps == steps
-    chosen = parser.parse_args(["--device", device, "--steps", "7"])
+    chosen = mlp.parse_args(["--device", device, "--steps", "7"])
     shared_options.use_defaults(chosen)
     assert chosen.steps == 7
 

@@ -27,9 +27,8 @@ REQUEST = FluxRequest("cpu", TINY, 2, 3, 5, 2, 1, 1, 1)
 
 
 def options(**changes) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    flux.add_arguments(parser)
-    given = argparse.Namespace(**vars(parser.parse_args([])) | {"device": "cuda"} | changes)
+    parser = throughput_command.parser()
+    given = argparse.Namespace(**vars(parser.parse_args(["flux"])) | {"device": "cuda"} | changes)
     shared_options.use_defaults(given)
     return given
 

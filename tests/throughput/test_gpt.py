@@ -9,7 +9,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from common.errors import ConfigError, OutOfMemory
 from common.measure import published
 from throughput import gpt
-from throughput.gpt_model import SIZES, STAND_INS, Gpt, GptShape, Size, build_gpt, train_step
+from throughput.gpt_model import Gpt, build_gpt, train_step
+from throughput.gpt_sizes import SIZES, STAND_INS, GptShape, Size
 from throughput.result import Result
 
 pytestmark = pytest.mark.quick

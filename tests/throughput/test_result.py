@@ -6,11 +6,11 @@ import sys
 import pytest
 from page import Page
 
-from common.command_line import Parser
 from common.errors import ConfigError, DataError, RunError
 from common.measure import charts, report
 from common.measure.tables import Column, Plot, PublishedValues, Table
 from throughput import compare, result
+from throughput.__main__ import parser
 from throughput.result import Result
 from throughput.timing import kernel_ms, spread, step_ms
 
@@ -169,10 +169,7 @@ def test_without_jinja2_there_is_a_table_and_a_line_how_to_make_the_page(
 
 
 def compared(*words) -> int:
-    parser = Parser("throughput x")
-    compare.add_arguments(parser)
-    parser.add_argument("--out", type=type(words[0]))
-    return compare.main(parser.parse_args(list(map(str, words))))
+    return compare.main(parser().parse_args(["compare", *map(str, words)]))
 
 
 def finished(folder, values: dict[int, float], **machine):

@@ -19,7 +19,7 @@ from common.sharding.processes import start_processes
 from common.sharding.reduce_scatter import Shard
 from throughput import gpt_model, scaling, scaling_rank
 from throughput.__main__ import main
-from throughput.gpt_model import SIZES, STAND_INS, GptShape, Size
+from throughput.gpt_sizes import SIZES, STAND_INS, GptShape, Size
 from throughput.ranks import LocalReduceScatter, read_request, run_request
 from throughput.result import Result
 from throughput.scaling_rank import ScalingRequest

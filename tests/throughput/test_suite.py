@@ -10,11 +10,10 @@ import time
 import pytest
 from pseudo_terminal import PseudoTerminal
 
-from common.command_line import Parser
 from common.errors import CheckFailed, ConfigError, DataError, Interrupted
 from launch.processes.supervise import Ending
-from throughput import baseline, llama, llama_case, result, suite
-from throughput.__main__ import MEASUREMENTS
+from throughput import baseline, llama_case, options, result, suite
+from throughput.__main__ import MEASUREMENTS, parser
 from throughput.suite import SuitePart
 
 pytestmark = pytest.mark.quick
@@ -157,12 +156,8 @@ def test_the_quick_parts_of_a_cpu_ask_for_layers_that_its_model_has(tmp_path, mo
         suite, "supervise", lambda command, *_: started.append(command) or Ending(0)
     )
     suite.main(asked(tmp_path / "s", quick=True))
-    parser = Parser("throughput llama")
-    llama.add_arguments(parser)
-    parser.add_argument("--device")
-    parser.add_argument("--out")
-    words = next(command for command in started if "llama" in command)[4:]
-    assert llama_case.model_of(parser.parse_args(words)).shape.num_layers == 4
+    words = next(command for command in started if "llama" in command)[3:]
+    assert llama_case.model_of(parser().parse_args(words)).shape.num_layers == 4
     part = next(part for part in suite.PARTS if part.name == "llama_full")
     gpu = {"quick": True, "device": "cuda", "gpus": [1]}
     assert "--layers 8" in suite.run(part, tmp_path, gpu)["command"]
@@ -403,20 +398,17 @@ def test_a_tolerance_without_a_baseline_is_refused(tmp_path, commands):
 
 
 def test_a_tolerance_is_a_percentage():
-    assert baseline.percentage("2.5%") == 0.025
+    assert options.percentage("2.5%") == 0.025
     for text in ("3", "0.03", "-1%", "x%"):
         with pytest.raises(argparse.ArgumentTypeError):
-            baseline.percentage(text)
+            options.percentage(text)
 
 
 @pytest.mark.parametrize("part", suite.PARTS, ids=lambda part: part.name)
 def test_the_commands_of_the_parts_are_understood(part):
     for words in filter(None, (part.arguments, part.quick)):
-        what, *rest = words.format(gpus="1,2", layers="--layers 8").split()
-        assert what in MEASUREMENTS
-        parser = Parser("throughput x")
-        importlib.import_module(f"throughput.{what}").add_arguments(parser)
-        parser.parse_args(rest)
+        chosen = words.format(gpus="1,2", layers="--layers 8").split()
+        assert parser().parse_args(chosen).name in MEASUREMENTS
 
 
 def test_the_suite_measures_everything():
