@@ -227,6 +227,11 @@ class RunConfig:
         return FORMATS[self.linear]
 
     @property
+    def platform(self) -> str:
+        """The default of submission_platform in the log, such as "1x8 H200"."""
+        return f"{self.nodes}x{self.gpus_per_node} {self.gpu}"
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.gpus_per_node

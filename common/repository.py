@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -80,22 +79,3 @@ def _output(root: Path, *arguments: str) -> bytes:
         raise GitError(f"git {arguments[0]} took more than {TIMEOUT_S} s") from None
     except OSError as error:
         raise GitError(f"git: {error.strerror}") from None
-
-
-def refusal_reasons(root: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return the reasons, as far as known, why `package` would refuse a run of this checkout."""
-    reasons = []
-    commit = commit_of(root)
-    changes = changes_of(root)
-    if commit is None or changes is None:
-        reasons.append(
-            f"the commit of {root} is unknown: git is missing, or this is not a repository of its "
-            "own, or it belongs to another user (git status says which)"
-        )
-    elif changes:
-        first = changes[0].split(maxsplit=1)[-1]
-        count = len(changes)
-        reasons.append(f"{count} changed or untracked files in the checkout, such as {first}")
-    if not environment.get("MLPERF_SUBMISSION_ORG"):
-        reasons.append("MLPERF_SUBMISSION_ORG is not set")
-    return reasons

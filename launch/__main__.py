@@ -24,12 +24,12 @@ def main(arguments: list[str]) -> None:
     raise_at_signals()
     install = arguments[:1] == ["--install"]
     # Read the arguments first: a typo or --help needs no installation.
-    requirements, command = cli.read(arguments[1:] if install else arguments)
+    requirements, command, installs = cli.read(arguments[1:] if install else arguments)
     python = Path(sys.executable)
     if install and requirements:
         folder = ROOT / ".venv"
-        python = environment.python_for(ROOT / requirements, folder)
-        if requirements == environment.ALL:
+        python = environment.python_for(ROOT / requirements, folder, installs=installs)
+        if installs and requirements == environment.ALL:
             environment.add_hopper_packages(python, ROOT, folder)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until launch.start receives it
     command = [str(python), "-m", "launch.start", *command]

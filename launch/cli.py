@@ -1,9 +1,8 @@
 """Table of all commands, and the parser that maps a command line to a module.
 
 A command line is checked before any package is installed: each command's module has a function
-`parser`, whose Parser (common/command_line.py) raises ConfigError. If a module cannot be imported
-yet, because it imports packages that are missing, only the module itself checks its arguments. This
-module uses only the standard library.
+`parser`, whose Parser (common/command_line.py) raises ConfigError. These modules, and this one, can
+be imported with the standard library alone.
 """
 
 from __future__ import annotations
@@ -55,19 +54,35 @@ class Command:
     module: str  # IN_BENCHMARK, or the name of a module
     benchmark: str = NEVER  # NEVER, MAY or ALWAYS
     needs: str = ALL  # requirements file that the command needs; "" for none
-    bare_with: str = ""  # option with which it needs no packages
+    bare_with: str = ""  # option with which nothing is installed for it
 
 
 COMMANDS = {
     "run": Command(
-        "train to the target, then check the log (default)", "launch.run_command", ALWAYS
+        "train to the target, then check the log (default)",
+        "launch.run_command",
+        ALWAYS,
+        bare_with="print",
     ),
     "prepare": Command("fetch, convert or verify data and weights", IN_BENCHMARK, ALWAYS),
-    "bench": Command("measure training throughput on synthetic tokens", "launch.bench", ALWAYS),
-    "profile": Command(
-        "profile training steps: kernel times or GPU memory", "launch.profile", ALWAYS
+    "bench": Command(
+        "measure training throughput on synthetic tokens",
+        "launch.bench",
+        ALWAYS,
+        bare_with="print",
     ),
-    "tune": Command("search for the fastest config on this machine", "launch.tune.command", ALWAYS),
+    "profile": Command(
+        "profile training steps: kernel times or GPU memory",
+        "launch.profile",
+        ALWAYS,
+        bare_with="print",
+    ),
+    "tune": Command(
+        "search for the fastest config on this machine",
+        "launch.tune.command",
+        ALWAYS,
+        bare_with="print",
+    ),
     "gemms": Command(
         "record, tune and check GEMM solutions of AMD's libraries",
         "throughput.gemm_tuning.cli",
@@ -157,8 +172,9 @@ OF_RUNS = ("runs", "check", "report", "score", "package")
 OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
 
 
-def read(arguments: list[str]) -> tuple[str, list[str]]:
-    """Parse a command line: return its requirements file, and its module followed by arguments.
+def read(arguments: list[str]) -> tuple[str, list[str], bool]:
+    """Parse a command line. Return its requirements file, its module followed by arguments, and
+    whether missing packages are installed.
 
     The requirements file is Command.needs, "" for none. Raise ConfigError for a line that is not
     valid. Raise SystemExit after printing the help or the version.
@@ -187,15 +203,12 @@ def read(arguments: list[str]) -> tuple[str, list[str]]:
     command = COMMANDS[name]
     if not has_command(benchmark, name):
         raise _command_of_others(benchmark, name)
-    needs = command.needs
-    if parser := parser_of(name, benchmark):
-        options = parser.parse_args(rest)
-        if command.bare_with and getattr(options, command.bare_with) is not None:
-            needs = ""
+    options = parser_of(name, benchmark).parse_args(rest)
+    installs = not command.bare_with or getattr(options, command.bare_with) in (None, False)
     # A module in the benchmark's own package knows its benchmark.
     if benchmark and command.module != IN_BENCHMARK:
         rest = [benchmark, *rest]
-    return needs, [_module_of(name, benchmark), *rest]
+    return command.needs, [_module_of(name, benchmark), *rest], installs
 
 
 def has_command(benchmark: str, name: str) -> bool:
@@ -350,15 +363,12 @@ def _with_benchmark(name: str, benchmark: str) -> str:
     return f"{benchmark} {name}" if COMMANDS[name].benchmark == ALWAYS else name
 
 
-def parser_of(name: str, benchmark: str) -> Parser | None:
-    """Return the parser of a command, None if packages that its module imports are missing."""
+def parser_of(name: str, benchmark: str) -> Parser:
+    """Return the parser of a command."""
     module = _module_of(name, benchmark)
     if module in PARSER_IN_MAIN:
         module += ".__main__"
-    try:
-        command = importlib.import_module(module)
-    except ImportError:
-        return None
+    command = importlib.import_module(module)
     if not hasattr(command, "parser"):
         # system_tuning imports nothing from this project, since it is also copied to bare hosts.
         parser = Parser(name)

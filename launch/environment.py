@@ -122,10 +122,11 @@ def _module_error(program: str, folder: Path, path: Path) -> str:
     return lines[-1] if lines else f"exit code {done.returncode}"
 
 
-def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
+def python_for(path: Path, folder: Path, wanted: str = "", installs: bool = True) -> Path:
     """Return the path of a Python with the packages of `path`.
 
     If the running Python lacks some, the virtual environment `folder` is created or extended.
+    Without `installs`, it is used if it is complete, and otherwise the running Python.
     `wanted`: the build of torch (launch.torch_build.BUILDS) to prepare for another machine, "" for
     this machine's. Raise PreflightError if the environment cannot be made. Raise Interrupted after
     a signal, which also ends pip.
@@ -144,6 +145,8 @@ def python_for(path: Path, folder: Path, wanted: str = "") -> Path:
     python = folder / "bin" / "python"
     if _is_complete(folder, path, builds):
         return python
+    if not installs:
+        return Path(sys.executable)
     if builds[0] == "rocm":
         raise PreflightError(
             "this Python has no torch 2.10 or newer for AMD GPUs",

@@ -16,6 +16,7 @@ from common.command_line import PROGRAM, Parser, add_set_option, program
 from common.errors import PreflightError
 from common.known_issues import installed
 from common.machine.hardware import config_names
+from common.packages import version_of
 from common.paths import ROOT
 from common.terminal import inform, outlive_readers
 from launch.console import header
@@ -113,6 +114,12 @@ def print_header(job: Job, directories: tuple[Path, Path] | None) -> None:
 
 def note_on_software(job: Job) -> None:
     """Print a note, with --print, on what `require_software` refuses."""
+    if not version_of("torch"):
+        inform(
+            "NOTE       torch is not installed: a run first installs the packages into .venv, and"
+            " uses its Python, and faster engines if it has them"
+        )
+        return
     try:
         require_software(job)
     except PreflightError as error:

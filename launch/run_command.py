@@ -22,11 +22,12 @@ from pathlib import Path
 
 from common.benchmarks import names_mlperf
 from common.command_line import PROGRAM, Parser, number_between, refuse_without
+from common.config import RunConfig
 from common.errors import ConfigError
 from common.paths import ROOT
+from common.records.rcp import SUBMISSION_RUNS
 from common.records.trackers import TRACKERS
-from common.repository import refusal_reasons
-from common.terminal import inform
+from common.terminal import inform, plural
 from common.training.log_keys import submission_texts
 from launch import series, system_settings
 from launch.job import AUTO, job_from, trainer_command
@@ -40,6 +41,7 @@ from launch.job_command import (
 )
 from launch.processes.supervise import GRACE_S
 from launch.run import run_all
+from submission.prerequisites import ORG, refusal_reasons, require_names
 
 EXAMPLES = ("{}", "{} --set max_samples=2048", "{} --config {} --print")
 
@@ -67,6 +69,14 @@ def parser(benchmark: str) -> Parser:
         action="store_true",
         help="with --resume, also if the series' launcher is on another machine or in another "
         "container and has not been heard of for ten minutes",
+    )
+    parser.add_argument(
+        "--no-submission",
+        action="store_true",
+        help="with NEXP of at least 10: start the series although package would refuse its runs, "
+        "for example in a checkout with changes"
+        if shipped
+        else argparse.SUPPRESS,
     )
     _add_options_of_one_run(parser, shipped)
     return parser
@@ -134,14 +144,15 @@ def _refuse_tune(_: str) -> None:
 def start(benchmark: str, options: argparse.Namespace) -> int:
     """Start one timed run or a series, or print its command with --print. Return the exit code.
 
-    Raises the errors of `job_from`, and ConfigError for options that conflict.
+    Raises the errors of `job_from`, and ConfigError for options that conflict, for a name that
+    cannot be submitted, and for a series that cannot.
     """
     if not options.resume:
         refuse_without("--resume", {"--take-over": options.take_over})
     request = series.request_from(
         os.environ, options.max_failures, options.resume, options.take_over
     )
-    submission_texts(os.environ)  # raises ConfigError now, instead of in the ranks
+    require_names(os.environ)
     if options.continues:  # also if --continue auto finds no run
         series.require_single_run(request)
     job = job_from(benchmark, options)
@@ -149,8 +160,8 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
         request = series.continued(request, job.continues, benchmark, job.config)
     print_header(job, (job.data_dir, job.log_dir))
     if not job.config.miniature and names_mlperf(benchmark, job.config):
-        for reason in refusal_reasons(ROOT, os.environ):
-            inform(f"NOTE       {reason}: package will refuse these runs")
+        inform(_final_line(job.config, request.goal))
+        _judge_checkout(request.goal, options.no_submission)
         if not options.system_tuning and (advice := system_settings.advice()):
             inform(f"NOTE       {advice}: {system_settings.remedy()}")
     if options.print:
@@ -160,6 +171,37 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
     require_software(job)
     with system_settings.applied(ROOT) if options.system_tuning else contextlib.nullcontext():
         return run_all(job, request)
+
+
+def _final_line(config: RunConfig, goal: int) -> str:
+    """Return the line on what no later command can change: names in the log, and number of runs.
+
+    `goal`: number of good runs, 0 for that of the resumed series.
+    """
+    texts = submission_texts(os.environ, config.platform)
+    named = []
+    for key, words in (("org", "organization"), ("platform", "platform"), ("status", "status")):
+        is_default = f"MLPERF_SUBMISSION_{key.upper()}" not in os.environ
+        named.append(f'{words} "{texts[key]}"{" (default)" if is_default else ""}')
+    runs = plural(goal, "run") if goal else "as many runs as the series has"
+    return f"log        {', '.join(named)}; {runs}"
+
+
+def _judge_checkout(goal: int, no_submission: bool) -> None:
+    """Print a note on each reason why `package` would refuse the runs.
+
+    Raise ConfigError for a series of ten or more, unless no submission is meant.
+    """
+    reasons = refusal_reasons(ROOT, os.environ)
+    if reasons and goal >= SUBMISSION_RUNS and not no_submission:
+        raise ConfigError(
+            f"package would refuse these {goal} runs",
+            "; ".join(reasons),
+            f"commit, ignore or remove the files, and set {ORG}; or add --no-submission, if the"
+            " runs are not meant for a submission",
+        )
+    for reason in reasons:
+        inform(f"NOTE       {reason}: package will refuse these runs")
 
 
 main = job_main("run", parser, start)

@@ -19,13 +19,17 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError, write_text
+from common.gpu_kinds import KINDS
 from common.machine import inventory
 from common.machine.hardware import probe
-from submission import official_tools
+from common.paths import ROOT
+from submission import official_tools, prerequisites
 from submission.log_rules import converts_to_int
 from submission.official_tools import BY_HAND, CLOSED_RULESETS
 from submission.options import parse_pairs
@@ -116,11 +120,6 @@ HINTS = {  # key -> what belongs there, for a warning
 }
 
 
-# Pattern of the name of an organization, system or implementation, which are names of directories.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-NAME_WORDS = "only letters, digits and _ . + - are allowed, and no leading dot"
-
-
 def parser() -> Parser:
     """Return the argument parser of `describe`."""
     parser = Parser(
@@ -163,8 +162,48 @@ def _describe(options: argparse.Namespace) -> int:
     if options.submitter:
         texts.append(f"submitter={options.submitter}")
     settings = parse_pairs("--set", texts, KEYS)
-    machine = inventory.facts(Path("/"), probe(), os.environ.get("GPU_KIND", ""))
-    return describe(options.out, machine, settings, options.ruleset)
+    if "submitter" in settings:
+        prerequisites.require_org("--submitter", settings["submitter"])
+    gpus = probe()
+    if not gpus.devices:
+        print(
+            "note: no GPU found, so the values are those of this host: run this on the system that"
+            " is described",
+            file=sys.stderr,
+        )
+    machine = inventory.facts(Path("/"), gpus, os.environ.get("GPU_KIND", ""))
+    code = describe(options.out, machine, settings, options.ruleset)
+    for reason in refused_texts(options.out, read(options.out), os.environ):
+        print(f"note: a run that is started now could not be submitted: {reason}", file=sys.stderr)
+    return code
+
+
+def accepted_texts(path: Path, description: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return org, status and platform -> the texts in a log that fit the description at `path`."""
+    shape = f"{description['number_of_nodes']}x{description['accelerators_per_node']}"
+    model = str(description["accelerator_model_name"])
+    kinds = [kind for kind in KINDS if re.search(rf"\b{kind}\b", model)]
+    return {
+        "org": [description["submitter"]],
+        "status": [*LOGGED_STATUS.get(description["status"], ())],
+        "platform": [
+            path.stem,
+            description["system_name"],
+            *(f"{shape} {kind}" for kind in kinds),  # a log's default
+        ],
+    }
+
+
+def refused_texts(
+    path: Path, description: Mapping[str, Any], environment: Mapping[str, str]
+) -> list[str]:
+    """Return the reasons why `package` would refuse runs of this checkout with the description."""
+    reasons = prerequisites.refusal_reasons(ROOT, environment)
+    for key, texts in accepted_texts(path, description).items():
+        name = f"MLPERF_SUBMISSION_{key.upper()}"
+        if any(texts) and environment.get(name, texts[0]) not in texts:
+            reasons.append(f"{name} is {environment[name]!r}, not {' or '.join(map(repr, texts))}")
+    return reasons
 
 
 def describe(path: Path, machine: dict[str, str], settings: dict[str, str], ruleset: str) -> int:
@@ -175,7 +214,7 @@ def describe(path: Path, machine: dict[str, str], settings: dict[str, str], rule
     a setting is invalid, StorageError if it cannot be written, PreflightError without the official
     checker.
     """
-    require_file_name("--out", path)
+    prerequisites.require_file_name("--out", path)
     description = compose(machine, read(path) if path.exists() else {}, settings)
     errors = problems(description)
     for line in errors:
@@ -198,19 +237,6 @@ def describe(path: Path, machine: dict[str, str], settings: dict[str, str], rule
     for complaint in verdict.complaints:
         print(f"  {complaint}", file=sys.stderr)
     return 0 if verdict.passed else CheckFailed.exit_code
-
-
-def require_file_name(option: str, path: Path) -> None:
-    """Raise ConfigError unless the name of the description at `path` has the form that tools need.
-
-    `option`: the option that named it.
-    """
-    if path.suffix != ".json" or not NAME.fullmatch(path.stem):
-        raise ConfigError(
-            f"{option} {path}",
-            f"its name is the system ID and .json; {NAME_WORDS}",
-            "choose a name such as MI355X_1x8_pytorch.json",
-        )
 
 
 def _filled_in(description: dict[str, str]) -> str:

@@ -36,7 +36,7 @@ from common import benchmarks
 from common.command_line import Parser, program
 from common.errors import CheckFailed, StorageError
 from common.paths import ROOT
-from common.repository import commit_of, refusal_reasons, remote_name
+from common.repository import commit_of, remote_name
 from common.terminal import plural
 from submission import describe, implementation, official_tools, rehearsal
 from submission.forbidden_files import forbidden_files
@@ -49,6 +49,7 @@ from submission.package_checks import (
     runs_to_submit,
     series_folder,
 )
+from submission.prerequisites import refusal_reasons
 from submission.series import TenRuns, read_series
 
 

@@ -19,7 +19,7 @@ from common.records.run_record import INTERVALS
 from common.terminal import plural
 from common.training.mllog import EMULATED_KEY
 from common.variables import Use, select
-from submission import describe, official_tools, rehearsal
+from submission import describe, official_tools, prerequisites
 from submission.examined_log import ExaminedLog, examine
 from submission.findings import Finding
 from submission.log_rules import REHEARSAL_KEY
@@ -27,19 +27,6 @@ from submission.official_tools import BY_HAND
 from submission.run import LOST, Run
 from submission.series import Series, TenRuns, read_series, ten_runs
 
-PLACEHOLDERS = (  # names that stand in for an organization's
-    "unnamed",
-    "org",
-    "yourorg",
-    "your_org",
-    "myorg",
-    "example",
-    "test",
-    "todo",
-    "none",
-    "organisation",  # the British spelling too
-    "organization",
-)
 COMMIT = re.compile("[0-9a-f]{40}")
 # Facts that must be equal for all runs of a result. A series pins its engines, so a run with other
 # engines was not made by that series.
@@ -83,26 +70,9 @@ def require(condition: bool, what: str, why: str, do: str) -> None:
 
 def check_names(request: PackageRequest) -> None:
     """Raise ConfigError if a name cannot be submitted, or if `request.out` exists."""
-    describe.require_file_name("--system", request.system)
-    for option, name in (("--org", request.org), ("--implementation", request.implementation)):
-        if not describe.NAME.fullmatch(name):
-            raise ConfigError(
-                f"{option}: {name!r} cannot be the name of a directory in a submission",
-                describe.NAME_WORDS,
-                "choose another name",
-            )
-    if request.org.lower() in PLACEHOLDERS or "placeholder" in request.org.lower():
-        raise ConfigError(
-            f"--org {request.org}",
-            "this is a placeholder, not the name of an organization",
-            "give the name of your organization, as in MLPERF_SUBMISSION_ORG of the runs",
-        )
-    if rehearsal.is_marked(request.org) and not request.rehearsal:
-        raise ConfigError(
-            f"--org {request.org}",
-            "this name marks a rehearsal, which cannot be submitted",
-            "give the name of your organization, and package series of real runs",
-        )
+    prerequisites.require_file_name("--system", request.system)
+    prerequisites.require_org("--org", request.org, request.rehearsal)
+    prerequisites.require_name("--implementation", request.implementation)
     if request.implementation == request.system.stem:
         raise ConfigError(
             f"--implementation {request.implementation} is also the name of --system",
@@ -337,32 +307,14 @@ def _check_identity(request: PackageRequest, run: Run, description: dict) -> Non
 
     They must name the same organization, status, platform, GPUs and torch version.
     """
-    rerun = "do not edit the log: run the series with MLPERF_SUBMISSION_{} set"
-    platform = run.log.value("submission_platform")
     packages = run.versions.get("packages") or {}
     torch = str(packages.get("torch") or "").split("+")[0]
-    require(
-        run.org == request.org,
-        f"{run.path}: submission_org is {run.org!r}, --org is {request.org!r}",
-        "reviewers see both",
-        rerun.format("ORG"),
-    )
-    status = run.log.value("submission_status")
-    words = describe.LOGGED_STATUS[description["status"]]
-    require(
-        status in words,
-        f"{run.path}: submission_status is {status!r},"
-        f" {request.system} has status {description['status']!r}",
-        f"the logs of such a system say {' or '.join(words)}",
-        f"{rerun.format('STATUS')}, or correct the system description if the logs are right",
-    )
     require(
         bool(run.nodes),
         f"{run.folder / 'config.toml'} does not name the GPUs",
         "the file is missing or damaged",
         "submit run directories as the launcher wrote them",
     )
-    shape = f"{run.nodes}x{run.gpus_per_node}"
     ran_on = {
         "number_of_nodes": str(run.nodes),
         "accelerators_per_node": str(run.gpus_per_node),
@@ -375,16 +327,18 @@ def _check_identity(request: PackageRequest, run: Run, description: dict) -> Non
         require(
             named,
             f"{request.system}: {key} is {description[key]}, not {value}",
-            f"{run.folder} ran on {shape} {run.gpu} with torch {torch}",
+            f"{run.folder} ran on {run.nodes}x{run.gpus_per_node} {run.gpu} with torch {torch}",
             "describe the system that ran",
         )
-    allowed = (request.system.stem, description["system_name"], f"{shape} {run.gpu}")
-    require(
-        platform in allowed,
-        f"{run.path}: submission_platform is {platform!r}",
-        f"for this system it must be one of {', '.join(map(repr, allowed))}",
-        rerun.format("PLATFORM"),
-    )
+    for key, texts in describe.accepted_texts(request.system, description).items():
+        logged = run.log.value(f"submission_{key}")
+        require(
+            logged in texts,
+            f"{run.path}: submission_{key} is {logged!r}",
+            f"for {request.system} it must be {' or '.join(map(repr, texts))}",
+            f"do not edit the log: run the series with MLPERF_SUBMISSION_{key.upper()} set, or"
+            " correct the system description if the logs are right",
+        )
 
 
 def check_log(request: PackageRequest, run: Run) -> None:

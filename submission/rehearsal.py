@@ -35,10 +35,10 @@ from common.training.mllog import RunLog
 from common.variables import Use, select
 from submission import describe
 from submission.log_rules import REHEARSAL_KEY
+from submission.prerequisites import MARK
 from submission.run import FAILED, GOOD, LOST, NOT_STARTED, Run
 from submission.series import Series, started_runs
 
-MARK = "REHEARSAL-"
 NOTICE = "NOT_A_SUBMISSION.txt"
 NOTICE_TEXT = """This is a rehearsal of a submission, made by `package --rehearse`.
 All logs in it are invented. It contains no measurement and must not be submitted.
@@ -302,7 +302,3 @@ def passing_evaluations(rules: Rules, batch: int) -> int:
 def marked(org: str) -> str:
     """Return the name of the organization in a rehearsal."""
     return f"{MARK}{org}"
-
-
-def is_marked(name: str) -> bool:
-    return name.upper().startswith(MARK)

@@ -327,12 +327,13 @@ def _series_id(text: str) -> str:
 
 def _print_runs(options: argparse.Namespace) -> None:
     folder = options.directory or results_folder(os.environ)
+    is_named = options.directory or os.environ.get("LOGDIR")
     found: list[SeriesStatus] | list[RunRow]
     if options.series is not None:
         found = read_series(folder, options.series, datetime.now(UTC))
         text = "\n\n".join("\n".join(series_lines(status)) for status in found)
     else:
-        found = rows_of(folder) if options.directory or folder.is_dir() else []
+        found = rows_of(folder) if is_named or folder.is_dir() else []
         text = "\n".join(lines(found)) if found else f"no runs in {folder}"
     print(json.dumps([asdict(each) for each in found], indent=1) if options.json else text)
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.command_line import Parser
+from common.command_line import Parser, existing_path
 from common.model.shapes import ModelShape
 
 ABOUT = """Merge trained adapters into the base weights and write the result as a new checkpoint.
@@ -21,13 +21,17 @@ def merge_parser(benchmark: str) -> Parser:
     parser = Parser(f"{benchmark} merge", ABOUT, [example])
     parser.add_argument(
         "--base",
-        type=Path,
+        type=existing_path,
         required=True,
         metavar="DIR",
         help="base checkpoint in safetensors, with fused (qkv_proj) or separate projections",
     )
     parser.add_argument(
-        "--adapter", type=Path, required=True, metavar="DIR", help="adapter directory of a run"
+        "--adapter",
+        type=existing_path,
+        required=True,
+        metavar="DIR",
+        help="adapter directory of a run",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="new directory for the checkpoint"

@@ -101,11 +101,10 @@ def log_submission(run: Run, log: RunLog, rules: Rules, train_samples: int) -> N
     `train_samples`: training sequences in the data set.
     """
     config = run.config
-    platform = f"{config.nodes}x{config.gpus_per_node} {config.gpu}"
     log.submission(
         benchmark=rules.log_name or run.benchmark,
         division=rules.division,
-        **submission_texts(os.environ, platform),
+        **submission_texts(os.environ, config.platform),
     )
     log.seed(run.seed)
     log.hyperparameters(hyperparameters(config, rules, train_samples, run.config_name))

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common import known_issues
-from common.errors import PreflightError
+from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GIB, GpuKind
 from common.machine import network
 from common.machine.hardware import Probe
 from common.machine.host import Host
 from common.packages import OLDEST, is_recent, version_of
-from common.repository import refusal_reasons
 from launch import system_settings, torch_build
 from launch.preflight.check_row import CheckRow, at_least, graded, skipped
+from submission import prerequisites
 from system_tuning import settings
 
 # Each pair holds the limits below which a row warns and refuses.
@@ -252,17 +252,24 @@ def judge_known_issues(
 def judge_checkout(root: Path, environment: Mapping[str, str]) -> CheckRow:
     """Judge whether runs from this checkout can be submitted.
 
-    The log must name a commit without changes, and an organization.
+    The log must name a commit without changes, and an organization. With a name that cannot be
+    submitted, no run starts.
     """
-    problems = refusal_reasons(root, environment)
+    problems = prerequisites.refusal_reasons(root, environment)
+    refuse = False
+    try:
+        prerequisites.require_names(environment)
+    except ConfigError:
+        refuse = True
     do = (
-        "commit, ignore or remove the files, run as the owner of the checkout, or set the "
-        "variable; otherwise package will refuse the runs"
+        "commit, ignore or remove the files, run as the owner of the checkout, or set or correct "
+        "the variable; otherwise package will refuse the runs"
     )
     return graded(
         "checkout",
         "; ".join(problems) or "a clean commit",
         "a clean commit, MLPERF_SUBMISSION_ORG",
         do,
+        refuse=refuse,
         warn=bool(problems),
     )

@@ -42,6 +42,12 @@ def test_a_complete_python_is_used_as_it_is(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
+def test_without_installs_the_running_python_is_used_as_it_is(tmp_path):
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    path = environment.python_for(tmp_path / "r.txt", tmp_path / ".venv", installs=False)
+    assert path == Path(sys.executable) and [*tmp_path.iterdir()] == [tmp_path / "r.txt"]
+
+
 def test_a_module_inside_another_package_is_found(monkeypatch):
     assert environment.has_package("protobuf")
     monkeypatch.setitem(environment.MODULES, "protobuf", "no_such_package.protobuf")

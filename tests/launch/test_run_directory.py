@@ -20,6 +20,7 @@ from common.records.run_record import RunRecord
 from launch import run, run_directory
 from launch.job import Job
 from llama31_8b.rules import CLOSED, Config
+from submission import prerequisites
 from throughput import result
 
 pytestmark = pytest.mark.quick
@@ -75,8 +76,8 @@ NAMED = {"MLPERF_SUBMISSION_ORG": "Us"}
 
 
 def test_a_clean_commit_and_a_name_can_be_submitted(checkout):
-    assert repository.refusal_reasons(checkout, NAMED) == []
-    (missing,) = repository.refusal_reasons(checkout, {})
+    assert prerequisites.refusal_reasons(checkout, NAMED) == []
+    (missing,) = prerequisites.refusal_reasons(checkout, {})
     assert "MLPERF_SUBMISSION_ORG" in missing
 
 
@@ -102,19 +103,19 @@ def test_what_runs_leave_in_the_checkout_makes_it_no_other_code(checkout):
     shutil.copy(ROOT / ".gitignore", checkout / ".git/info/exclude")
     for name in ("nohup.out", "slurm-17.out", ".venv.lock"):
         (checkout / name).write_text("")
-    assert repository.refusal_reasons(checkout, NAMED) == []
+    assert prerequisites.refusal_reasons(checkout, NAMED) == []
     (checkout / "notes.txt").write_text("")
-    (untracked,) = repository.refusal_reasons(checkout, NAMED)
+    (untracked,) = prerequisites.refusal_reasons(checkout, NAMED)
     assert "notes.txt" in untracked
 
 
 def test_a_commit_that_git_does_not_tell_is_a_doubt(checkout, monkeypatch, tmp_path_factory):
-    (none,) = repository.refusal_reasons(tmp_path_factory.mktemp("no repository"), NAMED)
+    (none,) = prerequisites.refusal_reasons(tmp_path_factory.mktemp("no repository"), NAMED)
     inside = checkout / "copy"
     inside.mkdir()
-    (outer,) = repository.refusal_reasons(inside, NAMED)
+    (outer,) = prerequisites.refusal_reasons(inside, NAMED)
     monkeypatch.setenv("PATH", "")
-    (no_git,) = repository.refusal_reasons(checkout, NAMED)
+    (no_git,) = prerequisites.refusal_reasons(checkout, NAMED)
     assert all("commit" in text and "unknown" in text for text in (none, outer, no_git))
 
 
@@ -122,7 +123,7 @@ def test_a_commit_that_git_does_not_tell_is_a_doubt(checkout, monkeypatch, tmp_p
 def test_a_checkout_of_another_user_is_a_doubt(checkout, monkeypatch):
     monkeypatch.setenv("HOME", str(checkout))  # without a setting safe.directory
     os.chown(checkout, 65534, 65534)
-    (foreign,) = repository.refusal_reasons(checkout, NAMED)
+    (foreign,) = prerequisites.refusal_reasons(checkout, NAMED)
     assert "commit" in foreign and "another user" in foreign
 
 

@@ -17,7 +17,7 @@ from common.errors import ConfigError, OutOfMemory, PreflightError, RunError
 from common.gpu_kinds import GIB, KINDS
 from common.machine.hardware import Device, Probe
 from common.paths import ROOT
-from launch import bench, profile, run_command
+from launch import bench, job_command, profile, run_command
 from launch.plan import command as plan
 from launch.preflight import __main__ as preflight
 from launch.selection.check import DERIVED, FILE, FITTED, MEASURED_ANYWAY, MINIATURE
@@ -631,3 +631,41 @@ def test_only_a_log_that_names_a_benchmark_of_mlperf_has_notes_on_submission(
     assert run_command.start(OPEN, parsed) == 0
     text = capsys.readouterr().err
     assert text.count("NOTE") == 3 * notes
+
+
+@pytest.mark.parametrize(
+    ("runs", "reasons", "options", "code"),
+    [
+        ("10", ["a reason"], [], 2),
+        ("10", ["a reason"], ["--no-submission"], 0),
+        ("10", [], [], 0),
+        ("9", ["a reason"], [], 0),
+    ],
+)
+def test_ten_runs_that_package_would_refuse_are_not_started(
+    runs, reasons, options, code, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(run_command, "refusal_reasons", lambda root, environment: reasons)
+    monkeypatch.setattr(run_command.system_settings, "advice", lambda: "")
+    monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
+    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
+    monkeypatch.setattr(Machine, "of", lambda *_: Machine(MI300X))
+    for name, text in (("DATADIR", tmp_path), ("LOGDIR", tmp_path), ("NEXP", runs)):
+        monkeypatch.setenv(name, str(text))
+    monkeypatch.setenv("MLPERF_SUBMISSION_ORG", "Us")
+    monkeypatch.setenv("MLPERF_SUBMISSION_PLATFORM", "My platform")
+    assert run_command.main([LORA, "--print", *options]) == code
+    text = capsys.readouterr().err
+    assert ("a reason" in text) == bool(reasons) and ("--no-submission" in text) == (code == 2)
+    assert all(word in text for word in ('"Us"', '"My platform"', f"{runs} runs"))
+
+
+@pytest.mark.parametrize(
+    "org", ["My Company", "test", "REHEARSAL-Us", "", ".us", "a placeholder", "Us:::MLL"]
+)
+def test_a_name_that_package_would_refuse_starts_no_run(org, monkeypatch, capsys):
+    monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
+    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
+    monkeypatch.setenv("MLPERF_SUBMISSION_ORG", org)
+    assert run_command.main([LORA, "--miniature", "--print"]) == 2
+    assert "MLPERF_SUBMISSION_ORG" in capsys.readouterr().err

@@ -357,6 +357,8 @@ def test_a_file_that_is_no_description_is_one_clear_error(tmp_path, text):
         ["--out", "a b.json"],
         ["--out", "x.JSON"],
         ["--out", "x.json", "--set", "colour=red"],
+        ["--out", "x.json", "--submitter", "My Company"],
+        ["--out", "x.json", "--set", "submitter=test"],
         ["--out", "x.json", "--set", "system_name=two\nlines"],
         ["--out", "x.json", "--set", 'system_name=a "quote"'],
     ],
@@ -366,6 +368,24 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys, arguments):
     monkeypatch.setattr(describe, "probe", lambda: Probe("none"))
     assert describe.main(arguments) == 2
     assert "error:" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_and_with_other_names_than_the_runs_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(describe, "probe", lambda: Probe("none"))
+    monkeypatch.setenv("MLPERF_SUBMISSION_ORG", "Other")
+    monkeypatch.setenv("MLPERF_SUBMISSION_PLATFORM", "H200")
+    arguments = ["--out", str(tmp_path / "H200_1x8.json"), "--submitter", "Us"]
+    assert describe.main(arguments) == 20
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
+    text = "\n".join(notes)
+    assert "no GPU" in text and "ORG is 'Other', not 'Us'" in text and "'H200_1x8'" in text
+    monkeypatch.setattr(describe, "probe", lambda: NVIDIA_8)
+    monkeypatch.setenv("MLPERF_SUBMISSION_ORG", "Us")
+    monkeypatch.setenv("MLPERF_SUBMISSION_PLATFORM", "1x8 H200")
+    arguments[1] = str(tmp_path / "other.json")
+    describe.main([*arguments, "--set", "number_of_nodes=1"])
+    text = capsys.readouterr().err
+    assert "no GPU" not in text and "MLPERF_SUBMISSION" not in text
 
 
 def test_this_machine(tmp_path, capsys):

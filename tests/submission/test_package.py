@@ -34,6 +34,7 @@ from submission import (
 )
 from submission.findings import Finding
 from submission.package_checks import PackageRequest
+from submission.prerequisites import NAME
 from submission.run import Run
 from submission.series import TenRuns, read_series, ten_runs
 
@@ -596,7 +597,7 @@ def test_a_spoilt_or_missing_config_is_refused(case, break_it):
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ({"org": "Other"}, "submission_org is 'Other', --org is 'Acme'"),
+        ({"org": "Other"}, "submission_org is 'Other'"),
         ({"org": "unnamed"}, "submission_org is 'unnamed'"),
         ({"platform": "8xB300_of_a_friend"}, "submission_platform is '8xB300_of_a_friend'"),
         ({"status": "cloud"}, "submission_status is 'cloud'"),
@@ -1055,6 +1056,4 @@ def test_only_full_success_in_words_is_success(monkeypatch, tmp_path, text):
 
 
 def test_descriptions_of_the_tests_are_complete():
-    assert describe.problems(synthetic.DESCRIPTION) == [] and re.fullmatch(
-        describe.NAME, synthetic.SYSTEM
-    )
+    assert describe.problems(synthetic.DESCRIPTION) == [] and re.fullmatch(NAME, synthetic.SYSTEM)

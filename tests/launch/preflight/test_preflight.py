@@ -1173,6 +1173,11 @@ def test_a_checkout_that_package_would_refuse_is_a_warning(tmp_path):
     )
 
 
+def test_a_name_that_cannot_be_submitted_refuses(tmp_path):
+    row = host.judge_checkout(tmp_path, {"MLPERF_SUBMISSION_ORG": "My Company"})
+    assert row.verdict == "refuse" and "My Company" in row.value
+
+
 def test_the_checkout_is_judged_for_what_can_be_submitted_only():
     for miniature in (False, True):
         request = preflight_command.PreflightRequest(
