@@ -54,35 +54,19 @@ class Command:
     module: str  # IN_BENCHMARK, or the name of a module
     benchmark: str = NEVER  # NEVER, MAY or ALWAYS
     needs: str = ALL  # requirements file that the command needs; "" for none
-    bare_with: str = ""  # option with which nothing is installed for it
+    bare_with: str = "print"  # option, if it has it, with which nothing is installed
 
 
 COMMANDS = {
     "run": Command(
-        "train to the target, then check the log (default)",
-        "launch.run_command",
-        ALWAYS,
-        bare_with="print",
+        "train to the target, then check the log (default)", "launch.run_command", ALWAYS
     ),
     "prepare": Command("fetch, convert or verify data and weights", IN_BENCHMARK, ALWAYS),
-    "bench": Command(
-        "measure training throughput on synthetic tokens",
-        "launch.bench",
-        ALWAYS,
-        bare_with="print",
-    ),
+    "bench": Command("measure training throughput on synthetic tokens", "launch.bench", ALWAYS),
     "profile": Command(
-        "profile training steps: kernel times or GPU memory",
-        "launch.profile",
-        ALWAYS,
-        bare_with="print",
+        "profile training steps: kernel times or GPU memory", "launch.profile", ALWAYS
     ),
-    "tune": Command(
-        "search for the fastest config on this machine",
-        "launch.tune.command",
-        ALWAYS,
-        bare_with="print",
-    ),
+    "tune": Command("search for the fastest config on this machine", "launch.tune.command", ALWAYS),
     "gemms": Command(
         "record, tune and check GEMM solutions of AMD's libraries",
         "throughput.gemm_tuning.cli",
@@ -204,7 +188,7 @@ def read(arguments: list[str]) -> tuple[str, list[str], bool]:
     if not has_command(benchmark, name):
         raise _command_of_others(benchmark, name)
     options = parser_of(name, benchmark).parse_args(rest)
-    installs = not command.bare_with or getattr(options, command.bare_with) in (None, False)
+    installs = getattr(options, command.bare_with, None) in (None, False)
     # A module in the benchmark's own package knows its benchmark.
     if benchmark and command.module != IN_BENCHMARK:
         rest = [benchmark, *rest]
