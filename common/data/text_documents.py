@@ -140,8 +140,8 @@ def text_of(record: Any, key: Key) -> str:
         raise DataError(
             f'no key "{key}"',
             f"it has {listed(record, 8) or 'no key'}",
-            "name the key that holds the text with --key, or repair the line; open_llama prepare"
-            " chat reads conversations",
+            "name the key that holds the text with --key, or repair the line; prepare chat"
+            " reads conversations",
         )
     if not isinstance(text, str):
         raise DataError(

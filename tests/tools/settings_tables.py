@@ -28,7 +28,7 @@ ENVIRONMENTS = ("environ", "environment", "env")
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 SHELL_VARIABLE = re.compile(r"\$\{?([A-Z][A-Z0-9_]{2,})")
 # Set by the shell itself, or in the same script before it is read.
-SHELL_OWN = {"BASH_REMATCH", "BASH_SOURCE", "PWD", "HOME"}
+SHELL_OWN = {"BASH_REMATCH", "BASH_SOURCE", "BASH_VERSION", "PWD", "HOME"}
 
 
 # ---- config keys
