@@ -98,8 +98,8 @@ class RunConfig:
             "global_batch_size",
             f"it is not a multiple of micro_batch_size x {processes} = "
             f"{self.micro_batch_size} x {self.data_ranks} = {per_pass}",
-            "change global_batch_size or micro_batch_size "
-            "so that every process gets whole micro-batches",
+            "change global_batch_size or micro_batch_size so that every process gets whole "
+            "micro-batches, or let processes share sequences by context_parallel",
         )
 
     def _require_valid_numbers(self) -> None:

@@ -271,7 +271,7 @@ def derive(
         configs.append(_first_that_fits(sizes, make))
     config = configs[0]
     if len(configs) > 1:
-        config = min(configs, key=lambda each: _time_to_target(benchmark, each, kind, network_gb_s))
+        config = min(configs, key=lambda each: _rank_of(benchmark, each, kind, network_gb_s))
     where = f"{gpus} x {config.gpu}"
     text = f"from {file.path.name}: {_changes(given, config, file.overrides)}"
     rates = rules_of(benchmark, config).reference_learning_rates
@@ -311,17 +311,21 @@ def _keys_of_batches(
     return [rcp.keys_at(rules, int(batch))] if by_reference and batch.isdecimal() else [{}]
 
 
-def _time_to_target(
+def _rank_of(
     benchmark: str, config: RunConfig, kind: GpuKind | None, network_gb_s: float
-) -> float:
-    """Return the minutes to the target, or the sequences on GPUs whose speed is unknown."""
+) -> tuple[int, float]:
+    """Return a key that orders the configs of several global batches, the best one first.
+
+    It is the minutes to the target. On GPUs whose speed is unknown, it is the number of GPUs that
+    share a sequence, and then the sequences to the target.
+    """
     samples, _ = rcp.samples_to_target(rules_of(benchmark, config), config.global_batch_size)
     if kind is None or not (kind.efficiency and kind.description):
-        return samples
+        return config.context_parallel, samples
     work = benchmark_workload(benchmark, config)
     minutes = estimate(config, work, kind, samples, network_gb_s).minutes
     assert minutes is not None, "the number of sequences is given"
-    return minutes
+    return 0, minutes
 
 
 def miniature_on_gpu(file: ConfigFile, kind: GpuKind) -> tuple[RunConfig, str]:

@@ -32,7 +32,7 @@ CONVERGENCE = (
 TOO_SMALL = {
     (PRETRAINING, "H100", 1),
     (PRETRAINING, "H100", 2),
-    *((LORA, "H100", gpus) for gpus in (1, 2, 4)),
+    *((LORA, "H100", gpus) for gpus in (1, 2)),
 }
 
 
@@ -74,22 +74,28 @@ def test_every_kind_in_every_number_fits_or_is_refused_for_its_memory(benchmark,
     )
 
 
-# Global batch, learning rate and warm-up steps, by the RCPs.
+# GPUs that share a sequence, global batch; learning rate and warm-up steps, by the RCPs.
 ON_NODES = [
-    (PRETRAINING, "MI355X_2x8", 16, 4e-4, 16, "RCP's"),
-    (PRETRAINING, "MI300X_4x8", 32, 8e-4, 128, "RCP's"),
-    (PRETRAINING, "H200_6x8", 48, 8e-4, 107, "interpolated"),
-    (PRETRAINING, "B200_32x8", 256, 6e-3, 385, "beyond"),
-    (LORA, "MI355X_2x8", 16, 4e-4, 0, "RCP's"),
-    (LORA, "MI300X_8x8", 64, 6e-4, 0, "interpolated"),
+    (PRETRAINING, "MI355X_2x8", 1, 16, 4e-4, 16, "RCP's"),
+    (PRETRAINING, "MI300X_4x8", 2, 16, 4e-4, 16, "RCP's"),
+    (PRETRAINING, "H100_8x8", 2, 32, 8e-4, 128, "RCP's"),
+    (PRETRAINING, "H200_6x8", 2, 24, 6e-4, 91, "interpolated"),
+    (PRETRAINING, "B200_32x8", 2, 128, 2e-3, 256, "RCP's"),
+    (PRETRAINING, "B200_128x8", 4, 256, 6e-3, 385, "beyond"),
+    (LORA, "MI355X_2x8", 2, 8, 4e-4, 0, "RCP's"),
+    (LORA, "H200_8x8", 8, 8, 4e-4, 0, "RCP's"),
+    (LORA, "MI300X_64x8", 8, 64, 6e-4, 0, "interpolated"),
 ]
 
 
-@pytest.mark.parametrize(("benchmark", "name", "batch", "rate", "warmup", "source"), ON_NODES)
+@pytest.mark.parametrize(
+    ("benchmark", "name", "sharing", "batch", "rate", "warmup", "source"), ON_NODES
+)
 def test_several_nodes_get_the_batch_that_reaches_the_target_first(
-    benchmark, name, batch, rate, warmup, source
+    benchmark, name, sharing, batch, rate, warmup, source
 ):
     config, text = derived(benchmark, name)
+    assert config.context_parallel == sharing
     kind = KINDS[config.gpu]
     assert name == f"{config.gpu}_{config.nodes}x{config.gpus_per_node}" and source in text
     assert (config.global_batch_size, config.opt_base_learning_rate) == (batch, rate)
@@ -104,6 +110,22 @@ def test_several_nodes_get_the_batch_that_reaches_the_target_first(
             assert (
                 minutes < benchmark_point(benchmark, kind, config.world_size, batch=other).minutes
             )
+
+
+def test_gpus_share_sequences_only_if_there_are_fewer_or_if_nothing_else_fits():
+    config, _ = derived(PRETRAINING, "MI300X_1x4", global_batch_size=2)
+    assert (config.context_parallel, config.data_ranks) == (2, 2)
+    config, text = derived(LORA, "H100_1x4")
+    assert config.context_parallel == 2 and "context_parallel 2" in text
+    alone = replace(config, context_parallel=1, offload_layers=80)
+    assert not fits(*peak(LORA, alone, KINDS["H100"]))
+
+
+def test_the_number_of_gpus_that_share_a_sequence_can_be_set():
+    config, _ = derived(LORA, "H200_2x8", global_batch_size=8, context_parallel=4)
+    assert (config.context_parallel, config.gradient_accumulation_steps) == (4, 2)
+    with pytest.raises(ConfigError, match="context_parallel = 3"):
+        derived(PRETRAINING, "MI355X_4x8", context_parallel=3)
 
 
 @pytest.mark.parametrize("benchmark", [PRETRAINING, LORA])
@@ -123,7 +145,7 @@ def test_the_shipped_files_of_two_nodes_are_what_is_derived_for_their_batch(benc
 def test_a_key_of_the_command_line_replaces_that_of_the_reference():
     config, _ = derived(PRETRAINING, "MI355X_2x8", global_batch_size=64, max_samples=24576)
     assert (config.opt_base_learning_rate, config.max_samples) == (8e-4, 24576)
-    for batch, word in ((20, "share"), (8, "reference")):
+    for batch, word in ((21, "share"), (8, "reference")):
         with pytest.raises(ConfigError, match=word):
             derived(PRETRAINING, "MI355X_2x4", global_batch_size=batch)
     with pytest.raises(ConfigError, match="3 processes"):
