@@ -150,31 +150,30 @@ def _fitting_with_headroom(
     return config
 
 
-def _possible_sizes(sequence_length: int, gpus: int) -> list[int]:
-    """Return the numbers of a node's GPUs that could share a sequence, the fewest first."""
-    return [
-        size
-        for size in range(1, gpus + 1)
-        if gpus % size == 0 and (size == 1 or sequence_length % (2 * size) == 0)
-    ]
-
-
 def _context_sizes(
     config: RunConfig,
     overrides: Mapping[str, str],
-    batch: int,
+    batch: int | None,
     sequence_length: int,
     gpus: int,
     nodes: int,
 ) -> list[int]:
-    """Return those of `_possible_sizes` with which each group of GPUs gets whole sequences.
+    """Return the numbers of a node's GPUs that could share each sequence, the fewest first.
 
-    A number that the config or --set gives is the only one. `gpus`: of one node.
+    A number that the config or --set gives is the only one. `batch`: sequences that the groups of
+    GPUs must divide among them, or None. `gpus`: of one node.
     """
-    if "context_parallel" in overrides or config.context_parallel > 1:
-        return [config.context_parallel]
-    sizes = _possible_sizes(sequence_length, gpus)
-    return [size for size in sizes if batch % (nodes * gpus // size) == 0]
+    text = overrides.get("context_parallel", "")
+    own = int(text) if text.isdecimal() else config.context_parallel
+    if own > 1 or text:
+        return [max(1, own)]
+    return [
+        size
+        for size in range(1, gpus + 1)
+        if gpus % size == 0
+        and (size == 1 or sequence_length % (2 * size) == 0)
+        and (batch is None or batch % (nodes * gpus // size) == 0)
+    ]
 
 
 def _first_that_fits(sizes: Sequence[int], make: Callable[[int], Made]) -> Made:
@@ -287,7 +286,7 @@ def _keys_of_batches(
 ) -> list[dict[str, int | float]]:
     """Return, for each global batch that these GPUs could use, the keys that depend on it.
 
-    Return one empty dict if the file's keys hold: on one node, and without reference runs. Raise
+    On one node, and without reference runs, the file's other keys hold. Raise
     ConfigError if the GPUs cannot share the file's global batch, or the one of --set.
     """
     given = file.config
@@ -297,18 +296,17 @@ def _keys_of_batches(
     text = file.overrides.get("global_batch_size", "")
     if by_reference and not text:
         batches: set[int] = set()
-        sizes = _possible_sizes(length, gpus)
-        if "context_parallel" in file.overrides:
-            sizes = [given.context_parallel]
-        for size in sizes:
-            batches.update(rcp.batches(rules, nodes * gpus // size))
+        for size in _context_sizes(given, file.overrides, None, length, gpus, nodes):
+            batches.update(rcp.batches(rules, max(1, nodes * gpus // size)))
         return [rcp.keys_at(rules, batch) for batch in sorted(batches)]
     batch = text or str(given.global_batch_size)
     if batch.isdecimal() and not _context_sizes(
         given, file.overrides, int(batch), length, gpus, nodes
     ):
         raise _cannot_be_shared(benchmark, given, int(batch), gpus, nodes)
-    return [rcp.keys_at(rules, int(batch))] if by_reference and batch.isdecimal() else [{}]
+    if not batch.isdecimal():
+        return [{}]
+    return [rcp.keys_at(rules, int(batch)) if by_reference else {"global_batch_size": int(batch)}]
 
 
 def _rank_of(

@@ -92,7 +92,7 @@ def test_the_backward_gets_equal_heads_and_equal_strides(monkeypatch):
 
 def test_a_group_is_summed_in_fp32():
     parts = torch.tensor([256.0, 1.0, 1.0, 1.0]).bfloat16()  # in bf16 each 1 would be lost
-    assert repeated.sum_of_groups(parts.view(1, 4, 1, 1), 4).item() == 260.0  # 259 has 9 bits
+    assert repeated.sum_of_groups(parts.view(1, 1, 4, 1), 4).item() == 260.0  # 259 has 9 bits
 
 
 def test_the_self_test_runs_and_names_repeated_heads(monkeypatch):

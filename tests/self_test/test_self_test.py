@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import TINY, run_config
+from torch.nn import functional as F
 
 from common.errors import PreflightError
 from common.kernels import lora, qk_norm
@@ -98,6 +99,22 @@ def test_a_wrong_or_infinite_gradient_of_attention_is_found(monkeypatch, spoil):
         attention, "causal_attention", lambda q, k, v: right(Attention.apply(q), k, v)
     )
     assert bad_ops(PRODUCTS) == ["attention backward dQ"]
+
+
+def test_attention_is_tested_as_ranks_that_share_sequences_compute_it(monkeypatch):
+    """A chunk of queries against all keys, and the causal mask aligned to the last key."""
+    shared = replace(PRODUCTS, context_parallel=2)
+    good = [each for each in self_test(shared, CPU).results if each.op.startswith("attention")]
+    assert len(good) == 4 and all(each.good for each in good)
+    assert good[0].shape == "[2, 16 of 64, 4/2, 8]"
+
+    def aligned_to_the_first_key(q, k, v):
+        parts = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    monkeypatch.setattr(attention, "causal_attention", aligned_to_the_first_key)
+    assert bad_ops(shared)[:2] == ["attention", "attention backward dQ"]
 
 
 def test_attention_that_raises_is_one_finding(monkeypatch):

@@ -124,6 +124,8 @@ def test_gpus_share_sequences_only_if_there_are_fewer_or_if_nothing_else_fits():
 def test_the_number_of_gpus_that_share_a_sequence_can_be_set():
     config, _ = derived(LORA, "H200_2x8", global_batch_size=8, context_parallel=4)
     assert (config.context_parallel, config.gradient_accumulation_steps) == (4, 2)
+    config, _ = derived(PRETRAINING, "H200_4x8", context_parallel=4)
+    assert (config.global_batch_size, config.context_parallel) == (16, 4)
     with pytest.raises(ConfigError, match="context_parallel = 3"):
         derived(PRETRAINING, "MI355X_4x8", context_parallel=3)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from probes import make_visible
 
 from common.benchmarks import divisions, load_all
 from common.errors import ConfigError
-from common.estimate.links import occupied_seconds
+from common.estimate.links import context_seconds, occupied_seconds
 from common.estimate.memory import (
     FROZEN_BUFFERS,
     USABLE_SHARE,
@@ -50,6 +51,7 @@ from common.model.linear_layers import linear_layers
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape
 from common.paths import ROOT
 from common.records import published, rcp
+from common.sharding.context_parallel import ALONE, ContextGroup
 from common.sharding.copy_engine import CopyEngineReduceScatter
 from common.sharding.frozen_base import NUM_BUFFERS
 from launch.plan import command
@@ -347,21 +349,31 @@ def test_activations_of_pre_training_by_hand():
     "shape", [ModelShape(1, 64, 112, 4, 2, 61, 10000.0), QWEN3_LIKE], ids=["llama", "qwen3"]
 )
 @pytest.mark.parametrize("linear", ["bf16", "fp8"])
-def test_activations_of_pre_training_are_what_a_block_saves(linear, shape):
+@pytest.mark.parametrize("sharing", [1, 4])
+def test_activations_of_pre_training_are_what_a_block_saves(linear, shape, sharing, monkeypatch):
     """Compare with all tensors that a block keeps, each storage counted once.
 
-    The log-sum-exp that a GPU's attention keeps in fp32 is added.
+    The log-sum-exp that a GPU's attention keeps in fp32 is added. Other ranks that share the
+    sequence have keys and values of zero.
     """
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_into_tensor",
+        lambda into, *rest, **options: Mock(zeroed=into.zero_()),
+    )
     layers = linear_layers(FORMATS[linear])
-    block = FusedBlock(shape, "reference", layers).to(torch.bfloat16)
+    context = ContextGroup(sharing, rank=1) if sharing > 1 else ALONE
+    block = FusedBlock(shape, "reference", layers, context=context).to(torch.bfloat16)
     layers.allocate(torch.device("cpu"))
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     x, (cos, sin) = torch.randn(1, 16, 64).to(torch.bfloat16), rope_tables(shape, 16, "cpu")
     with torch.no_grad():  # as within FusedBlockFunction
         _, saved = block.run(x, cos, sin, keep=True)
-    attention, leaves = saved.attention
-    parts = [saved.x, saved.residual, saved.rstd_1, saved.rstd_2, saved.gate_up, attention, *leaves]
+    graphs = [saved.attention] if sharing == 1 else saved.attention.graphs
+    parts = [saved.x, saved.residual, saved.rstd_1, saved.rstd_2, saved.gate_up]
+    for attention, leaves in graphs:
+        parts += [attention, *leaves]
     parts += [saved.qk_before_norm] if shape.qk_norm else []
     for operand in (saved.n_1, saved.o, saved.n_2, saved.h):
         parts += [part for part in (operand.rowwise, operand.columnwise) if part is not None]
@@ -370,7 +382,9 @@ def test_activations_of_pre_training_are_what_a_block_saves(linear, shape):
         for part in parts
         if part.numel()
     }
-    config, work = shipped(PRETRAINING, "H200_1x4", linear=linear)
+    config, work = shipped(
+        PRETRAINING, "H200_1x4", linear=linear, context_parallel=sharing, micro_batch_size=1
+    )
     counted = activation_bytes(config, replace(work, shape=shape))
     assert sum(sizes.values()) + 16 * 4 * shape.num_heads == 16 * sum(counted.values())
 
@@ -521,7 +535,13 @@ def test_an_evaluation_can_be_the_peak():
 def test_advice_leads_to_what_fits():
     kind = KINDS["H200"]
     config, work = shipped(PRETRAINING, "H200_1x4", micro_batch_size=4)
-    assert [*saving_keys(config, work, kind)] == ["micro_batch_size 1", "recompute_layers 15"]
+    assert [*saving_keys(config, work, kind)] == [
+        "micro_batch_size 1",
+        "context_parallel 2",
+        "recompute_layers 15",
+    ]
+    shared = replace(config, context_parallel=2)
+    assert fits(memory_peak(shared, work), kind)
     peaks = [memory_peak(replace(config, recompute_layers=n), work) for n in (14, 15)]
     assert [fits(peak, kind) for peak in peaks] == [False, True]
     config, work = shipped(LORA, "H200_1x1", offload_layers=10)
@@ -579,6 +599,37 @@ def test_links_between_nodes_count():
     alone, together = (estimate(each, work, kind, None) for each in (config, two))
     assert together.exposed_s > alone.exposed_s > 0
     assert together.step_s == pytest.approx(alone.step_s + together.exposed_s - alone.exposed_s)
+
+
+def test_gpus_that_share_sequences_wait_for_half_of_the_keys_and_values():
+    """With c = 2, 8 of the 34 MB of a layer of the 8B arrive before its first product."""
+    config, work = shipped(
+        PRETRAINING, "H100_1x8", context_parallel=2, micro_batch_size=2, recompute_layers=0
+    )
+    kind = KINDS["H100"]
+    assert config.gradient_accumulation_steps == 2
+    key_values = 8192 * 2 * 1024 * 2
+    waiting = 4 * 2 * 32 * key_values / 2 / 2 / 316.4e9
+    assert context_seconds(config, work, kind) == pytest.approx(waiting)
+    recomputing = replace(config, recompute_layers=32)
+    assert context_seconds(recomputing, work, kind) == pytest.approx(1.5 * waiting)
+    alone = replace(config, context_parallel=1, micro_batch_size=1)
+    assert context_seconds(alone, work, kind) == 0
+    exposed = [estimate(each, work, kind, None).exposed_s for each in (config, alone)]
+    assert exposed[0] - exposed[1] == pytest.approx(waiting, rel=0.1)
+
+
+def test_gpus_that_share_a_sequence_have_its_parts():
+    config, work = shipped(PRETRAINING, "H200_1x8", micro_batch_size=2)
+    shared = replace(config, context_parallel=2)
+    alone, halved = (memory_peak(each, work).parts for each in (config, shared))
+    assert halved["SwiGLU input"] == alone["SwiGLU input"] / 2
+    assert halved["AdamW moments"] == alone["AdamW moments"]
+    whole = 2 * 32 * 8192 * 2 * 1024 * 2  # sequences, layers, tokens, K and V of a token in bf16
+    assert halved["keys and values of other GPUs"] == whole
+    speeds = [estimate(each, work, KINDS["H200"], None) for each in (config, shared)]
+    assert speeds[1].step_s == pytest.approx(speeds[0].step_s, rel=0.02)
+    assert speeds[1].eval_s == pytest.approx(speeds[0].eval_s, rel=0.02)
 
 
 @pytest.mark.parametrize(("gpu", "rel"), [("MI350X", 0.02), ("MI355X", 0.02)])
