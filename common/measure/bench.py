@@ -174,7 +174,7 @@ def print_saved_bytes(benchmark: str, model: Llama, processes: Processes, batch:
         model(*batch.unbind(1))  # so that gathered and cast weights are already in memory
     before = torch.cuda.memory_allocated()
     losses = model(*batch.unbind(1))
-    tokens = batch.shape[0] * batch.shape[2]
+    tokens = batch.shape[0] * batch.shape[2] // processes.context.size
     logits = 2 * tokens * model.shape.vocab_size  # bytes, in bf16
     saved = torch.cuda.memory_allocated() - before - logits
     del losses

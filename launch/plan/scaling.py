@@ -6,7 +6,7 @@ Everything is calculated. Each row of a benchmark is the config that `choose` re
 of GPUs: its file, or one derived with the global batch that reaches the target first. Three effects
 decide:
 
-- A GPU needs at least one sequence, so the batch grows with the GPUs.
+- At most 8 GPUs share a sequence, so the batch grows with the GPUs.
 - A larger batch needs more sequences to the target (the reference's runs, RCPs).
 - Gradients cross the links between GPUs. The time that the backward does not hide is added to the
   step.

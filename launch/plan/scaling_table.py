@@ -66,6 +66,10 @@ class ScalingTable:
             "their bytes.",
             *self.notes,
         ]
+        if any(point and point.config.context_parallel > 1 for point in self.points.values()):
+            lines.append(
+                "GPUs that share a sequence are assumed to be as fast as others, but for the links."
+            )
         if any(point and not point.measured for point in self.points.values()):
             lines.insert(
                 0, "* interpolated between the reference's batches, or continued beyond the largest"

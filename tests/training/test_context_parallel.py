@@ -443,23 +443,24 @@ def curve(processes: Processes, name: str, rate: float) -> list[list[float]]:
 
 
 def curves(processes: Processes, folder) -> dict:
-    """Return the curves of each case, for each number of ranks that may share a sequence."""
-    results = {}
-    for name, shipped in RATES.items():
-        for size in SIZES if processes.world_size == RANKS else [1]:
-            for rate in (LOW_RATE, shipped):
-                results[f"{name} {size} {rate}"] = curve(sharing(processes, size), name, rate)
-    return results
+    """Return the curves of a case, for each number of ranks that may share a sequence."""
+    name = (folder / "case").read_text()
+    return {
+        f"{size} {rate}": curve(sharing(processes, size), name, rate)
+        for size in (SIZES if processes.world_size == RANKS else [1])
+        for rate in (LOW_RATE, RATES[name])
+    }
 
 
-@pytest.fixture(scope="module")
-def all_curves(tmp_path_factory):
-    """Return the curves by number of ranks."""
+@pytest.fixture(scope="module", params=CASES)
+def all_curves(request, tmp_path_factory):
+    """Return (case, number of ranks -> its curves)."""
     found = {}
     for ranks in (1, 2, RANKS):
         folder = tmp_path_factory.mktemp(f"curves_{ranks}")
+        (folder / "case").write_text(request.param)
         found[ranks] = call_on_ranks(ranks, "test_context_parallel:curves", folder, 1500.0)[0]
-    return found
+    return request.param, found
 
 
 def apart(ours: list[float], theirs: list[float]) -> list[float]:
@@ -468,34 +469,29 @@ def apart(ours: list[float], theirs: list[float]) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_curves_are_those_without_sharing(all_curves, name):
-    of_four = all_curves[RANKS]
+def test_curves_are_those_without_sharing(all_curves):
+    name, by_ranks = all_curves
+    of_four = by_ranks[RANKS]
     for size in SIZES[1:]:
-        losses, norms = (
-            apart(*pair)
-            for pair in zip(
-                of_four[f"{name} {size} {LOW_RATE}"], of_four[f"{name} 1 {LOW_RATE}"], strict=True
-            )
-        )
+        pairs = zip(of_four[f"{size} {LOW_RATE}"], of_four[f"1 {LOW_RATE}"], strict=True)
+        losses, norms = (apart(*pair) for pair in pairs)
         print(f"{name} c={size} at {LOW_RATE}: loss {max(losses):.1e}, norm {max(norms):.1e}")
         assert max(losses) <= 2e-6
         assert max(norms) <= 2e-5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_at_the_shipped_rate_curves_are_as_far_apart_as_those_of_one_and_two_ranks(
-    all_curves, name
-):
+def test_at_the_shipped_rate_curves_are_as_far_apart_as_those_of_one_and_two_ranks(all_curves):
     """Rounding differences grow there, whatever their source."""
-    key = f"{name} 1 {RATES[name]}"
-    by_ranks = apart(all_curves[2][key][0], all_curves[1][key][0])
+    name, by_ranks = all_curves
+    key = f"1 {RATES[name]}"
+    of_ranks = apart(by_ranks[2][key][0], by_ranks[1][key][0])
     for size in SIZES[1:]:
-        shared = all_curves[RANKS][f"{name} {size} {RATES[name]}"][0]
-        losses = apart(shared, all_curves[RANKS][key][0])
+        shared = by_ranks[RANKS][f"{size} {RATES[name]}"][0]
+        losses = apart(shared, by_ranks[RANKS][key][0])
         for end in (8, 16, 32, STEPS):
-            here, there = max(losses[:end]), max(by_ranks[:end])
+            here = max(losses[:end])
+            there = max(of_ranks[:end])
             print(f"{name} c={size}, {end} steps: {here:.1e}; 1 and 2 ranks, c=1: {there:.1e}")
         assert max(losses[:8]) <= 1e-6
-        assert max(losses) <= 3 * max(by_ranks)
+        assert max(losses) <= 3 * max(of_ranks)
