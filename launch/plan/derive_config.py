@@ -74,7 +74,8 @@ def fit_to_machine(
         raise _cannot_be_shared(benchmark, config, batch, per_node, config.nodes)
 
     def fit(size: int) -> tuple[RunConfig, str]:
-        shared = replace(config, gpus_per_node=per_node, context_parallel=size)
+        gpu = kind.name if kind else "CPU"
+        shared = replace(config, gpu=gpu, gpus_per_node=per_node, context_parallel=size)
         return _fit_shared(benchmark, config, shared, work, kind, overrides)
 
     return _first_that_fits(sizes, fit)
@@ -98,7 +99,7 @@ def _fit_shared(
     changes: dict[str, Any] = {key: size for key, size in largest.items() if key not in overrides}
     if kind is None:
         changes["env"] = CPU_ENV | config.env
-        fitted = replace(config, gpu="CPU", **changes)
+        fitted = replace(config, **changes)
         text = f"fitted to a CPU in fp32: {_changes(file, fitted, overrides)}"
         # The format "bf16" means fp32 on a CPU (RunConfig.precision).
         return replace(fitted, linear="bf16"), text
@@ -106,7 +107,7 @@ def _fit_shared(
         changes["linear"] = "bf16"
     if kind.vendor == "nvidia":
         changes["env"] = NVIDIA_ENV | config.env
-    limit = replace(config, gpu=kind.name, **changes)
+    limit = replace(config, **changes)
     fitted = _fit_to_gpus(benchmark, limit, work, kind, overrides)
     where = f"{config.gpus_per_node} x {kind.name}"
     return fitted, f"fitted to {where}: {_changes(file, fitted, overrides)}"

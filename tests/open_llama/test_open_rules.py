@@ -166,6 +166,21 @@ def test_the_number_of_gpus_must_divide_the_global_batch():
         fitted(config, "H100", gpus=3)
 
 
+def test_gpus_share_sequences_that_are_too_few_or_too_long():
+    config = example("pretrain_1b")
+    few = fitted(replace(config, global_batch_size=2), "H200", gpus=8)
+    assert (few.context_parallel, few.data_ranks) == (4, 2)
+    long = replace(config, sequence_length=2**20, global_batch_size=8)
+    found = fitted(long, "H200", gpus=8)
+    assert found.context_parallel == 2 and found.recompute_layers > 0
+    with pytest.raises(OutOfMemory):
+        fitted(replace(long, context_parallel=1), "H200", gpus=8, context_parallel="1")
+    own = replace(config, gpus_per_node=1, context_parallel=4)  # of a file with gpu = "any"
+    assert fitted(own, "H200", gpus=8).context_parallel == 4
+    with pytest.raises(ConfigError, match="context_parallel = 4"):
+        fitted(own, "H200", gpus=2)
+
+
 def test_keys_set_on_the_command_line_are_kept():
     config = config_of(micro_batch_size=2)
     assert fitted(config, "H200", micro_batch_size="2").micro_batch_size == 2
