@@ -38,6 +38,7 @@ RANKS = 4
 SIZES = (1, 2, 4)  # ranks that share a sequence
 SEED = 7
 SEQUENCES = 4
+BY_TOKEN = "open_llama"  # this case has the loss of conversations: its mean over all their answers
 EVALUATED = 3  # not divisible by the ranks
 LORA_BASE = 0.05  # scale of the frozen matrices
 COMMON = {
@@ -136,12 +137,14 @@ def one_step(processes: Processes, name: str) -> dict:
     model = assembly.model
     made, rules = case_of(name, processes.context.size)
     whole = sequences(rules.shape.vocab_size, rules.sequence_length)
-    evaluation = evaluate(
-        model, rank_micro_batches(whole[:EVALUATED].numpy(), processes, 2), processes
-    )
+    evaluated = rank_micro_batches(whole[:EVALUATED].numpy(), processes, 2)
+    evaluation = evaluate(model, evaluated, processes, per_token=name == BY_TOKEN)
     if rules.lora_rank:
         seed_by_sequence(model, processes)
-    batching = Batching(SEQUENCES, made.gradient_accumulation_steps)
+    counted = None
+    if name == BY_TOKEN:
+        counted = iter([int((whole[:, 1] != IGNORE_INDEX).sum())])
+    batching = Batching(SEQUENCES, made.gradient_accumulation_steps, counted)
     batches = own_batches(whole, processes, made.micro_batch_size)
     found: list[torch.Tensor] = []
     rule = assembly.optimizer.rule
@@ -257,10 +260,18 @@ def truth(name: str) -> dict:
     whole = sequences(shape.vocab_size, rules.sequence_length)
     scale = rules.lora_alpha / rules.lora_rank if rules.lora_rank else 0.0
     masks = whole_masks(rules) if rules.lora_rank else None
-    loss = sequence_losses(shape, leaves, *whole.unbind(1), scale, masks).mean()
+
+    def mean(batch: torch.Tensor, masks=None) -> torch.Tensor:
+        tokens, labels = batch.unbind(1)
+        losses = sequence_losses(shape, leaves, tokens, labels, scale, masks)
+        counts = (labels != IGNORE_INDEX).sum(1).double()
+        weights = counts if name == BY_TOKEN else torch.ones_like(counts)
+        return (losses * weights).sum() / weights.sum()
+
+    loss = mean(whole, masks)
     gradients = torch.autograd.grad(loss, [leaves[key] for key in trained])
     with torch.no_grad():
-        evaluation = sequence_losses(shape, leaves, *whole[:EVALUATED].unbind(1), scale).mean()
+        evaluation = mean(whole[:EVALUATED])
     return {
         "loss": float(loss.detach()),
         "norm": float(torch.stack([gradient.norm() for gradient in gradients]).norm()),
