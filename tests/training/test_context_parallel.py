@@ -54,6 +54,7 @@ MINIATURE = {
     "eval_micro_batch_size": 2,
     "miniature": True,
 }
+IN_FP8 = "llama31_8b, fp8"  # only its curves
 CASES = ("llama31_8b", "llama2_70b_lora", "open_llama")
 
 
@@ -81,7 +82,9 @@ def case_of(name: str, size: int, ranks: int = RANKS):
         return config.from_table(table, lora.Config, "test"), lora.MINIATURE
     # Micro-batches of two sequences, as far as a rank has two.
     table = MINIATURE | {"opt_learning_rate_warmup_steps": 4, "micro_batch_size": min(size, 2)}
-    return config.from_table(table | sharing, pretraining.Config, "test"), pretraining.MINIATURE
+    linear = {"linear": "fp8"} if name == IN_FP8 else {}
+    made = config.from_table(table | sharing | linear, pretraining.Config, "test")
+    return made, pretraining.MINIATURE
 
 
 def sharing(processes: Processes, size: int) -> Processes:
@@ -433,7 +436,8 @@ def test_each_rank_has_the_first_chunk_and_its_mirror_image():
 
 STEPS = 64
 LOW_RATE = 3e-4  # at which rounding differences do not grow
-RATES = {"llama31_8b": 4e-3, "llama2_70b_lora": 2e-3, "open_llama": 2e-3}  # as shipped
+# Learning rates as shipped.
+RATES = {"llama31_8b": 4e-3, "llama2_70b_lora": 2e-3, "open_llama": 2e-3, IN_FP8: 4e-3}
 
 
 def curve(processes: Processes, name: str, rate: float) -> list[list[float]]:
@@ -463,7 +467,7 @@ def curves(processes: Processes, folder) -> dict:
     }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=RATES)
 def all_curves(request, tmp_path_factory):
     """Return (case, number of ranks -> its curves)."""
     found = {}
@@ -482,6 +486,8 @@ def apart(ours: list[float], theirs: list[float]) -> list[float]:
 @pytest.mark.slow
 def test_curves_are_those_without_sharing(all_curves):
     name, by_ranks = all_curves
+    if name == IN_FP8:
+        pytest.skip("each rank has its own scales")
     of_four = by_ranks[RANKS]
     for size in SIZES[1:]:
         pairs = zip(of_four[f"{size} {LOW_RATE}"], of_four[f"1 {LOW_RATE}"], strict=True)
@@ -504,5 +510,6 @@ def test_at_the_shipped_rate_curves_are_as_far_apart_as_those_of_one_and_two_ran
             here = max(losses[:end])
             there = max(of_ranks[:end])
             print(f"{name} c={size}, {end} steps: {here:.1e}; 1 and 2 ranks, c=1: {there:.1e}")
-        assert max(losses[:8]) <= 1e-6
+        if name != IN_FP8:
+            assert max(losses[:8]) <= 1e-6
         assert max(losses) <= 3 * max(of_ranks)
