@@ -144,7 +144,10 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
 def attention_us(sizes: Sizes, device: torch.device, backend: SDPBackend) -> float:
     """Return the microseconds of a forward and a backward of attention."""
     draw = Draw(device)
-    leaves = [tensor.requires_grad_() for tensor in random_heads(sizes, draw)]
+    leaves = [
+        tensor.requires_grad_()
+        for tensor in random_heads(sizes, draw, sizes.sequence_length, sizes.sequence_length)
+    ]
     d_out = draw(*leaves[0].shape, dtype=sizes.dtype)
     with sdpa_kernel(backend):
         return 1e6 * median_s(

@@ -92,7 +92,8 @@ class TorchKernels:
 
     def backend(self, heads: list[Tensor], causal: bool) -> SDPBackend:
         """Return the backend for q, k and v, each [batch, heads, sequence, head_dim]."""
-        return SDPBackend(torch._fused_sdp_choice(*heads, is_causal=causal, enable_gqa=True))
+        q, k, v = heads
+        return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=causal, enable_gqa=True))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Any]:
         heads = [x.transpose(1, 2) for x in (q, k, v)]

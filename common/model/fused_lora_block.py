@@ -125,7 +125,8 @@ class FusedLoraBlock(nn.Module):
         if not (self.training and self.dropout):
             return None, None
         seeds = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=x_BSD.device)
-        numbers = self.context.token_numbers(*x_BSD.shape[:2], x_BSD.device)
+        batch, length, _ = x_BSD.shape
+        numbers = self.context.token_numbers(batch, length, x_BSD.device)
         qkv, o = (Dropout(seed, self.dropout, numbers) for seed in seeds.split(1))
         return qkv, o
 
