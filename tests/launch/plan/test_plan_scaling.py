@@ -59,7 +59,8 @@ def test_every_group_of_gpus_that_share_sequences_gets_whole_ones():
     best = scaling.benchmark_points("llama31_8b", H200)
     for gpus, found in best.items():
         assert found is not None
-        assert found.config.global_batch_size % gpus == 0
+        assert found.config.global_batch_size % found.config.data_ranks == 0
+        assert found.gpus == gpus
         assert found.measured == (found.config.global_batch_size in RULES.reference_runs)
     assert list(best) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
