@@ -97,8 +97,6 @@ def prepare_text(
     loaded = load_tokenizer(tokenizer, settings.eos)
     chat = settings.key is None
     key: Key = partial(render_record, tokenizer=tokenizer) if settings.key is None else settings.key
-    if chat:
-        load_template(tokenizer)
 
     def build(folder: Path) -> dict[str, PairFacts]:
         if vocab_size and loaded.vocab_size != vocab_size:
@@ -234,6 +232,8 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
         return target
     source = tokenizer_file(Path(settings.tokenizer))
     load_tokenizer(source, settings.eos)  # before anything is copied
+    if settings.key is None:
+        load_template(source)
     own = files_of_tokenizer(source)
     for name in (*NAMES, *COMPANIONS):
         copy = data_dir / name

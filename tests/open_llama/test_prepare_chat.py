@@ -110,6 +110,14 @@ def test_a_refused_conversation_ends_the_preparation(inputs, tmp_path, monkeypat
     assert not (tmp_path / "out/train.mask").exists()
 
 
+def test_a_folder_without_a_template_is_refused_before_it_is_copied(inputs, tmp_path, capsys):
+    write_tokenizer(tmp_path / "tokenizer", None)
+    shutil.copyfile(inputs / "a.jsonl", tmp_path / "a.jsonl")
+    assert prepare(tmp_path, tmp_path / "out") == DataError.exit_code
+    assert "no chat template" in capsys.readouterr().err
+    assert not (tmp_path / "out/tokenizer.json").exists()
+
+
 def test_text_and_conversations_are_not_mixed(prepared, inputs, capsys):
     given = ["--input", str(inputs / "a.jsonl"), "--tokenizer", str(inputs / "tokenizer")]
     given += ["--data-dir", str(prepared), "--validation-fraction", "0.2"]
