@@ -72,8 +72,8 @@ def add_text_options(parser: argparse.ArgumentParser, key: bool = True) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files or folders: JSON lines or plain text (both also as .gz or .zst), .parquet or "
-        ".arrow; in folders, .json files are left out",
+        help=f"files or folders: JSON lines or {'plain text' if key else 'arrays'} (both also as .gz "
+        "or .zst), .parquet or .arrow; in folders, .json files are left out",
     )
     if key:
         parser.add_argument(

@@ -118,6 +118,18 @@ def test_a_folder_without_a_template_is_refused_before_it_is_copied(inputs, tmp_
     assert not (tmp_path / "out/tokenizer.json").exists()
 
 
+def test_plain_text_holds_no_conversations(complete, inputs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    shutil.copytree(inputs / "tokenizer", tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").mkdir()  # a folder, as of a data set with a page about it
+    (tmp_path / "a.jsonl/README.md").write_text("# A data set")
+    assert prepare(tmp_path, tmp_path / "out") == ConfigError.exit_code
+    shutil.copyfile(inputs / "a.jsonl", tmp_path / "a.jsonl/train.jsonl")
+    assert prepare(tmp_path, tmp_path / "out") == 0
+    assert "1 file of plain text left out" in capsys.readouterr().err
+    assert (tmp_path / "out/train.mask").read_bytes() == (complete / "train.mask").read_bytes()
+
+
 def test_text_and_conversations_are_not_mixed(prepared, inputs, capsys):
     given = ["--input", str(inputs / "a.jsonl"), "--tokenizer", str(inputs / "tokenizer")]
     given += ["--data-dir", str(prepared), "--validation-fraction", "0.2"]
