@@ -14,8 +14,8 @@ from pathlib import Path
 
 # Package -> the oldest version that is accepted, in a container as well. Older ones of
 # sentencepiece (CVE-2026-1260) and pyarrow (CVE-2026-25087) corrupt memory when they read a hostile
-# file.
-OLDEST = {"torch": "2.10", "sentencepiece": "0.2.1", "pyarrow": "23.0.1"}
+# file. From older ones of jinja2 (CVE-2025-27516), a chat template escapes the sandbox.
+OLDEST = {"torch": "2.10", "sentencepiece": "0.2.1", "pyarrow": "23.0.1", "jinja2": "3.1.6"}
 
 
 def version_of(name: str) -> str:

@@ -31,10 +31,11 @@ from common.data.preparation import (
     say,
 )
 from common.data.text_documents import Key
-from common.data.text_inputs import input_files
+from common.data.text_inputs import input_files, kind_of
 from common.data.text_parts import SPLITS, Encode, Work, write_token_files
 from common.data.verification import verify
 from common.errors import ConfigError, DataError, StorageError
+from common.terminal import plural
 from open_llama.chat import Rendered, load_template, mask_of, render_record
 from open_llama.text_tokenizer import train_tokenizer
 from open_llama.tokenizer import (
@@ -84,6 +85,8 @@ def prepare_text(
     `data_dir` holds other token files.
     """
     files = input_files(inputs)
+    if settings.key is None:
+        files = _without_plain_text(files)
     states = input_states(files)
     if data_dir.exists() and not data_dir.is_dir():
         why = "--data-dir is the folder of the token files"
@@ -97,8 +100,6 @@ def prepare_text(
     loaded = load_tokenizer(tokenizer, settings.eos)
     chat = settings.key is None
     key: Key = partial(render_record, tokenizer=tokenizer) if settings.key is None else settings.key
-    if chat:
-        load_template(tokenizer)
 
     def build(folder: Path) -> dict[str, PairFacts]:
         if vocab_size and loaded.vocab_size != vocab_size:
@@ -130,6 +131,17 @@ def prepare_text(
     for split, pair in Manifest.read(data_dir / RECORD).pairs.items():
         say(f"{data_dir / split}: {pair.documents:,} documents, {pair.tokens:,} tokens")
     say(f"{tokenizer}: a vocabulary of {loaded.vocab_size:,} tokens")
+
+
+def _without_plain_text(files: list[Path]) -> list[Path]:
+    """Return the files that can hold conversations. Raises ConfigError if there are none."""
+    kept = [path for path in files if kind_of(path) != "text"]
+    if not kept:
+        why = "conversations are JSON lines, JSON arrays or tables"
+        raise ConfigError(f"{files[0]}: plain text", why, "convert it")
+    if left_out := len(files) - len(kept):
+        say(f"note: {plural(left_out, 'file')} of plain text left out: no conversations")
+    return kept
 
 
 def _document_encoder(path: Path, eos: str) -> Encode:
@@ -234,6 +246,8 @@ def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab
         return target
     source = tokenizer_file(Path(settings.tokenizer))
     load_tokenizer(source, settings.eos)  # before anything is copied
+    if settings.key is None:
+        load_template(source)
     own = files_of_tokenizer(source)
     for name in (*NAMES, *COMPANIONS):
         copy = data_dir / name

@@ -66,13 +66,14 @@ def add_text_options(parser: argparse.ArgumentParser, key: bool = True) -> None:
 
     `key`: whether one key or column holds the text.
     """
+    kind = "plain text" if key else "arrays"
     parser.add_argument(
         "--input",
         type=Path,
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files or folders: JSON lines or plain text (both also as .gz or .zst), .parquet or "
+        help=f"files or folders: JSON lines or {kind} (both also as .gz or .zst), .parquet or "
         ".arrow; in folders, .json files are left out",
     )
     if key:

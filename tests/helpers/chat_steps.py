@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.prefetch import Prefetcher
 from common.model.checkpoint_loader import load_base
 from common.model.lora import adapter_parameters
+from common.sharding.context_parallel import context_group
 from common.training.assembly import Batching
 from common.training.finetuning import assemble_lora
 from common.training.loop import evaluate, rank_micro_batches, train_step
@@ -63,6 +65,10 @@ def one_step(processes, folder: Path) -> dict:
     table = RUN | {"model": str(folder), "weights": str(folder)}
     table |= json.loads((folder / "run.json").read_text())
     config = configs.from_table(table, Config, "test")
+    size = config.context_parallel
+    if size > 1:
+        group = context_group(processes.rank, processes.world_size, size, 60.0)
+        processes = replace(processes, context=group)
     rules = rules_of(config)
     run = Namespace(config=config, data_dir=folder, seed=1)
 

@@ -106,9 +106,10 @@ def test_loss_and_gradients_are_those_of_transformers(
     require_equal(one_step(processes, folder), expected[bool(keys)])
 
 
+@pytest.mark.parametrize("more", [{}, {"context_parallel": 2}], ids=["", "shared sequences"])
 @pytest.mark.parametrize("keys", [{}, LORA], ids=["all weights", "LoRA"])
-def test_two_ranks_have_the_same_loss_and_gradients(keys, folder, expected):
-    (folder / "run.json").write_text(json.dumps(keys | {"gpus_per_node": 2}))
+def test_two_ranks_have_the_same_loss_and_gradients(keys, more, folder, expected):
+    (folder / "run.json").write_text(json.dumps(keys | more | {"gpus_per_node": 2}))
     first, second = call_on_ranks(2, "chat_steps:one_step", folder)
     assert first["loss"] != second["loss"], "parts of the loss"
     for rank in (first, second):
