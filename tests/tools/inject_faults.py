@@ -678,19 +678,23 @@ def read_files(case: Path) -> dict[str, bytes]:
     }
 
 
-def try_fault(seed: int, workshop: Workshop, keep: bool = False) -> Verdict:
-    """Inject the fault of a seed, judge the command, and go on without it."""
+def try_seed(seed: int, workshop: Workshop, keep: bool = False) -> Verdict:
+    """Return what became of the fault of a seed."""
+    return try_fault(Verdict(seed, *choose(seed, workshop)), workshop, keep)
+
+
+def try_fault(verdict: Verdict, workshop: Workshop, keep: bool = False) -> Verdict:
+    """Inject a fault, judge the command, go on without the fault, and complete the verdict."""
     began = time.monotonic()
-    phase, fault = choose(seed, workshop)
-    verdict = Verdict(seed, phase, fault)
-    name = PHASES[phase].command
+    seed = verdict.seed
+    name = PHASES[verdict.phase].command
     case = workshop.folder / "cases" / str(seed)
     shutil.rmtree(case, ignore_errors=True)
     workshop.begin(name, case)
     contents = read_files(case)
     hits = case.with_name(f"{seed}.hits")
     hits.unlink(missing_ok=True)
-    ended = workshop.start(name, case, fault, hits)
+    ended = workshop.start(name, case, verdict.fault, hits)
     verdict.code = ended.code
     judge(verdict, ended, workshop, case)
     verdict.untruths += lost_files(contents, case)
@@ -835,7 +839,7 @@ def main(arguments: list[str] | None = None) -> int:
     verdicts = []
     try:
         with workshop_in(options.folder) as workshop, ThreadPoolExecutor(options.jobs) as pool:
-            for verdict in pool.map(lambda seed: try_fault(seed, workshop, options.keep), seeds):
+            for verdict in pool.map(lambda seed: try_seed(seed, workshop, options.keep), seeds):
                 verdicts.append(verdict)
                 print(f"{verdict}, {verdict.seconds:.0f} s", flush=True)
     except PreflightError as error:

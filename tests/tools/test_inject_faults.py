@@ -29,7 +29,7 @@ from tests.tools.inject_faults import (
     judge,
     lost_files,
     read_calls,
-    try_fault,
+    try_seed,
     unsynced,
 )
 
@@ -230,7 +230,7 @@ def workshop(tmp_path_factory, shim):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(FAULTS))
 def test_a_command_tells_the_truth_about_a_fault(workshop, seed):
-    verdict = try_fault(seed, workshop)
+    verdict = try_seed(seed, workshop)
     assert not verdict.untruths, str(verdict)
 
 
