@@ -46,7 +46,7 @@ from common.paths import ROOT
 from common.text_tables import align
 
 SOURCE = Path(__file__).with_suffix(".c")
-LIMIT_S = 300.0  # for a command
+LIMIT_S = 600.0  # for a command
 END_S = 20.0  # for the processes of a command that was killed
 HIDDEN = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND", "MODEL", "LD_PRELOAD")
 LAUNCHER = "launch.run_command"
