@@ -1,6 +1,7 @@
 """Write files and folders whole: under a temporary name in the target's folder, then rename them.
 
-A file is synced to the disk before it gets its name, so that a power failure leaves no empty one.
+A file, or all files of a folder, are synced to the disk before they get their name, so that a power
+failure leaves no empty one.
 
 The temporary name is random and is created exclusively, so that it never leads through a link to a
 file elsewhere. It also holds the identity of its writer: what a killed process leaves behind is
@@ -71,6 +72,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     folder.mkdir(parents=True)
     try:
         yield folder
+        for path in (*folder.rglob("*"), folder):
+            sync_path(path)
         rename_complete(folder, target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -87,13 +90,19 @@ def create(target: Path) -> BinaryIO:
 
 
 def sync(file: BinaryIO) -> None:
-    """Write a file to the disk. Raises OSError."""
+    """Write an open file to the disk. Raises OSError."""
     file.flush()
+    _fsync(file.fileno())
+
+
+def sync_path(path: Path) -> None:
+    """Write a file, or the names in a folder, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot
-            raise
+        with naming(path):
+            _fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -144,6 +153,15 @@ def remove_leftovers(target: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def _fsync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some mounts of FUSE and CIFS do not sync folders, or files.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 def _open_exclusively(path: str, flags: int) -> int:

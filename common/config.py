@@ -17,6 +17,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+from common.atomic_write import naming
 from common.errors import ConfigError, failure_of
 from common.linear_formats import FORMATS, LinearFormat
 
@@ -346,7 +347,8 @@ def read_table(path: Path) -> dict:
     StorageError if the disk fails.
     """
     try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
+        with naming(path):
+            return tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -7,9 +7,9 @@ ids of the tokenizer of its data. Standard library only.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
+from common.atomic_write import copy_whole
 from common.model.families import CONTEXT
 from open_llama.rules import Config, base_family, in_repository
 from open_llama.tokenizer import recorded_token_ids
@@ -48,4 +48,4 @@ def copy_generation_config(config: Config, folder: Path) -> None:
     """Copy generation_config.json, if the base has one, to the saved model in `folder`."""
     source = in_repository(config.weights) / GENERATION
     if config.weights and source.is_file():
-        shutil.copyfile(source, folder / GENERATION)
+        copy_whole(source, folder / GENERATION)

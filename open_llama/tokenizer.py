@@ -7,12 +7,12 @@ Its files have fixed names in DATADIR, so that training can copy them to the sav
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.atomic_write import copy_whole
 from common.data import corpus
 from common.data.indexed_dataset_header import mask_path
 from common.errors import ConfigError, DataError, first_line, listed
@@ -123,7 +123,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     """
     names = tokenizer_files(source)
     for name in names:
-        shutil.copyfile(source / name, target / name)
+        copy_whole(source / name, target / name)
     return bool(names)
 
 

@@ -14,7 +14,8 @@ verdict together (submission/result_set.py), which allows one run that did not c
 are named one by one are no set.
 
 Exit code 0 if no result set and no other log has an error (with --werror: nor a warning), 20 if one
-has, 2 for wrong usage or an unreadable log, 18 without the official checker. Nothing is written.
+has, 2 for wrong usage or an unreadable log, 17 if the disk fails, 18 without the official checker.
+Nothing is written.
 """
 
 from __future__ import annotations

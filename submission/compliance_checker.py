@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.benchmarks import OPEN, Rules
+from common.errors import failure_of
 from common.paths import ROOT
 from common.records.mlperf_log import TOKEN, Event, Log, parse, read
 from submission.findings import ERROR, WARNING, Finding
@@ -54,7 +55,7 @@ def closed_verdict(path: Path, ruleset: str, log: Log | None = None) -> LogVerdi
     """Return the compliance checker's verdict on the log at `path` by a closed ruleset.
 
     `log`: the contents of the log, if it has already been read. Raises PreflightError without the
-    checker.
+    checker, and StorageError if the disk fails.
     """
     return _verdict(path, ruleset, f"training_{ruleset}/common.yaml", log)
 
@@ -63,7 +64,7 @@ def own_verdict(path: Path, benchmark: str, rules: Rules, log: Log | None = None
     """Return the compliance checker's verdict on the log at `path` by this project's rule file.
 
     `rules`: the rules of the miniature, or of a run whose config sets them. `log`: as in
-    `closed_verdict`. Raises PreflightError without the checker.
+    `closed_verdict`. Raises PreflightError without the checker, and StorageError if the disk fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{rules.division}_{benchmark}.yaml")
@@ -99,6 +100,8 @@ def _verdict(path: Path, rules: str, config: str, log: Log | None) -> LogVerdict
             passed = mlp_compliance.main(str(path), config, checker)[0]
     # Any exception means that there is no verdict. The package checker would crash on it as well.
     except Exception as error:
+        if failure := failure_of(error):  # of the disk or memory, which says nothing about the log
+            raise failure from error
         message = _no_verdict(error, rules)
         return LogVerdict(rules, False, (Finding(0, "broke_off", message, "CC mlp_compliance.py"),))
     finally:

@@ -29,6 +29,7 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,15 +231,16 @@ def package(request: PackageRequest) -> int:
                 "; ".join(problems),
                 "remove them from the commit or from the logs",
             )
+            missed = 0
+            for ten in submitted.values():
+                missed += sum(not run.converged for run in ten.runs)
+            code = judge(replace(request, out=partial), missed, request.out)
             partial.rename(request.out)
     except OSError as error:
         raise StorageError(
             f"cannot write {request.out}", str(error), "free space, or choose another --out"
         ) from error
-    missed = 0
-    for ten in submitted.values():
-        missed += sum(not run.converged for run in ten.runs)
-    return judge(request, missed)
+    return code
 
 
 # The files of the submission.
@@ -266,28 +268,36 @@ def _build(org_dir: Path, request: PackageRequest, submitted: dict[str, TenRuns]
 # The verdict of the official tools.
 
 
-def judge(request: PackageRequest, missed: int = 0) -> int:
+def judge(request: PackageRequest, missed: int = 0, final: Path | None = None) -> int:
     """Run the official tools on the submission in `request.out`; return the exit code.
 
     Their output and the verdict are written into `request.out`. `missed`: number of packaged runs
-    that missed the target or were killed, at most one per benchmark.
+    that missed the target or were killed, at most one per benchmark. `final`: the name that
+    `request.out` gets afterwards, for all texts (default: the same).
     """
     org_dir = request.out / request.org
+    final = final or request.out
+    here = str(request.out.resolve())
+
+    def named(text: str) -> str:
+        return text.replace(here, str(final.resolve()))
+
     sets = len(request.sources)
     # The order matters: the summarizer reads the RCP factors that the package checker writes.
     packaged = official_tools.package(org_dir, request.ruleset, sets, missed)
     summarized = official_tools.summary(org_dir, request.ruleset, sets, missed)
     verdicts = [packaged, summarized, official_tools.repository(org_dir, request.ruleset)]
     for verdict in verdicts:
-        (request.out / f"{verdict.tool}_{request.ruleset}.txt").write_text(verdict.text)
+        (request.out / f"{verdict.tool}_{request.ruleset}.txt").write_text(named(verdict.text))
         print(f"{verdict.tool:<18} {request.ruleset}  {'success' if verdict.passed else 'FAILED'}")
         for line in verdict.complaints:
-            print(f"  {line}")
+            print(f"  {named(line)}")
         for (_, name), minutes in verdict.scores.items():
             print(f"  {name}: {minutes:.3f} minutes")
     for (system, benchmark), complaint in packaged.verdicts.items():
         if "RCP" in complaint:
-            _explain_rcp_failure(benchmark, complaint, org_dir / "results" / system / benchmark)
+            results = final / request.org / "results" / system / benchmark
+            _explain_rcp_failure(benchmark, complaint, results)
     passed = all(verdict.passed for verdict in verdicts)
     scores = {name: minutes for (_, name), minutes in summarized.scores.items()}
     report = {
@@ -299,7 +309,7 @@ def judge(request: PackageRequest, missed: int = 0) -> int:
     path = request.out / f"verdict_{request.ruleset}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     outcome = "all tools reported success" if passed else "NOT a submission yet: see above"
-    print(f"{org_dir}: {outcome}")
+    print(f"{final / request.org}: {outcome}")
     if request.rehearsal:
         print("This was a rehearsal with invented logs: the tree cannot be submitted.")
     return 0 if passed else CheckFailed.exit_code

@@ -226,6 +226,22 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(name, names, tmp_path, mon
     assert len(renamed) == names and renamed <= synced
 
 
+def test_the_files_of_a_folder_are_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced = set()
+    fsync = os.fsync
+
+    def note_fsync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.add(path.name if path.suffix != SUFFIX else "the folder")
+        fsync(descriptor)
+
+    with new_folder(tmp_path / "folder") as folder:
+        (folder / "part").mkdir()
+        (folder / "part" / "a").write_bytes(b"x")
+        monkeypatch.setattr(os, "fsync", note_fsync)
+    assert synced == {"the folder", "part", "a"}
+
+
 def test_a_file_system_without_fsync_is_accepted_and_a_full_one_is_named(tmp_path, monkeypatch):
     def fail(number):
         def fsync(descriptor):

@@ -18,10 +18,8 @@ removed.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import shutil
 import signal
 import time
@@ -52,7 +50,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from common import engines
-from common.atomic_write import rename_complete, write_whole
+from common.atomic_write import rename_complete, sync_path, write_whole
 from common.benchmarks import rules_of
 from common.errors import (
     DataError,
@@ -557,11 +555,10 @@ class DcpWriter(dcp.HuggingFaceStorageWriter):
         """
         partial = Path(self.path)
         write_whole(partial / FACTS, json.dumps(self.facts, indent=1).encode() + b"\n")
-        _sync(partial / FACTS)
-        _sync(partial)
+        sync_path(partial)
         rename_complete(partial, self.folder)
         with suppress(OSError):  # the next save tries again
-            _sync(self.folder.parent)
+            sync_path(self.folder.parent)
             for path in list(self.folder.parent.glob("step_*")):
                 if path != self.folder:
                     _remove(path)
@@ -573,19 +570,6 @@ def _remove(checkpoint: Path) -> None:
     if checkpoint.suffix != PARTIAL_SUFFIX:
         checkpoint = checkpoint.rename(str(checkpoint) + PARTIAL_SUFFIX)
     shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Write a file or folder through to the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some mounts of FUSE and CIFS do not sync folders.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)
 
 
 class DcpReader(dcp.HuggingFaceStorageReader):

@@ -501,19 +501,29 @@ def test_what_is_not_there_is_a_usage_error(tmp_path, capsys):
     assert check.main([str(tmp_path)]) == 2 and "no log" in capsys.readouterr().err
 
 
-def test_a_disk_error_is_no_usage_error(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "result.txt"
-    path.write_text("x")
+@pytest.mark.parametrize("unreadable", ["result.txt", "events.jsonl", "the official checker's"])
+def test_a_disk_error_is_neither_a_finding_nor_a_usage_error(
+    tmp_path, monkeypatch, capsys, unreadable
+):
+    from mlperf_logging.compliance_checker import mlp_compliance
+
+    path = write_good(tmp_path / "result.txt")
+    (tmp_path / "events.jsonl").write_text("{}\n")
     healthy = Path.open
 
-    def unreadable(self, *arguments, **options):
-        if self == path:
+    def fail(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    def open_or_fail(self, *arguments, **options):
+        if self.name == unreadable:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return healthy(self, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", unreadable)
+    monkeypatch.setattr(Path, "open", open_or_fail)
+    if "checker" in unreadable:
+        monkeypatch.setattr(mlp_compliance, "main", fail)
     assert check.main([str(path)]) == StorageError.exit_code
-    assert str(path) in capsys.readouterr().err
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 def test_without_the_official_checker_it_ends_with_its_own_code(tmp_path, monkeypatch, capsys):

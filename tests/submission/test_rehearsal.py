@@ -1,6 +1,8 @@
 """`package --rehearse`: the official tools accept the tree, and nobody can submit it."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 
@@ -8,11 +10,11 @@ import pytest
 import synthetic_series as synthetic
 from synthetic_run import LORA, PRETRAINING, find, records
 
-from common.errors import CheckFailed, ConfigError
+from common.errors import CheckFailed, ConfigError, StorageError
 from common.paths import ROOT
 from launch.plan.command import main as plan
 from llama2_70b_lora import rules as lora_rules
-from submission import check, package, rehearsal, score
+from submission import check, official_tools, package, rehearsal, score
 from submission.log_rules import REHEARSAL_KEY
 from submission.package_checks import PackageRequest
 
@@ -67,6 +69,16 @@ def test_every_part_of_the_tree_is_marked(invented):
     assert len(logs) == 20
     for path in logs:
         assert records(path)[find(records(path), REHEARSAL_KEY)]["value"] is True
+
+
+def test_without_a_verdict_nothing_is_left_behind(project, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(official_tools, "package", fail)
+    with pytest.raises(StorageError):
+        rehearse(project, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", NAMES)
