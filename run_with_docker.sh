@@ -34,7 +34,7 @@ make_directory() { # directory, what to do if that fails
 # Print the absolute path, with links resolved in the part that exists, like GNU's `realpath -m`,
 # which a Mac lacks.
 absolute() { # path
-    local path=$1
+    local path=${1/#\~\//$HOME/}
     local rest=
     while [[ ! -d $path ]]; do
         rest=/$(basename -- "$path")$rest

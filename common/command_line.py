@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
-import math
 import re
+import shlex
 import shutil
 import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,28 +27,14 @@ from common.errors import (
     StorageError,
     failure_of,
 )
+from common.suggestions import Meaning, nearest, suggestion
 from common.terminal import QUIET, guarded, print_stderr
+from common.values import path, spelled_as, whole_number
 
 PROGRAM = "./run_and_time.sh"
 # Options of every command -> environment variables by which they are passed on.
 SWITCHES = {"--no-color": "NO_COLOR", "--quiet": QUIET}
 EVERYWHERE = ("--help", "--version", *SWITCHES)
-# Options that do not exist but that users may try -> environment variables that set the value.
-VARIABLES = {
-    "--nexp": "NEXP",
-    "--runs": "NEXP",
-    "--seed": "SEED",
-    "--datadir": "DATADIR",
-    "--data-dir": "DATADIR",
-    "--model": "MODEL",
-    "--logdir": "LOGDIR",
-    "--log-dir": "LOGDIR",
-    "--gpus": "DGXNGPU",
-    "--ngpu": "DGXNGPU",
-    "--dgxngpu": "DGXNGPU",
-    "--dgxsystem": "DGXSYSTEM",
-    "--gpu-kind": "GPU_KIND",
-}
 PIPE_CLOSED = 141  # exit code that a shell reports for a program killed by SIGPIPE
 
 
@@ -159,56 +144,11 @@ def imported(name: str) -> Callable[[Any], int | None]:
     return lambda options: getattr(importlib.import_module(module), function)(options)
 
 
-def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a suggestion for an unknown `word`: the most similar one of `known`.
-
-    If none is similar, return `otherwise`, or all known words if that is empty.
-    """
-    known = list(known)
-    if near := most_similar(word, known):
-        return f"did you mean {near}?"
-    return otherwise or f"choose one of: {', '.join(known)}"
-
-
-def most_similar(word: str, known: Iterable[str]) -> str:
-    """Return the most similar one of the `known` words, or "" if none is similar to `word`."""
-    # Without the dashes, which would make all short options similar.
-    names = {name.lower().lstrip("-"): name for name in known}
-    near = difflib.get_close_matches(word.lower().lstrip("-"), names, 1, 0.7)  # gpu is not cpu
-    return names[near[0]] if near else ""
-
-
 def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:
     """Return (benchmark, remaining arguments). The benchmark is "" if the first is an option."""
     if not arguments or arguments[0].startswith("-"):
         return "", arguments
     return arguments[0], arguments[1:]
-
-
-def count(text: str) -> int:
-    """Parse an argument that is a whole number of at least 1."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return number
-
-
-def existing_path(text: str) -> Path:
-    """Parse an argument that is the path of an existing file or directory."""
-    if not text or not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"'{text}' does not exist")
-    return Path(text)
-
-
-def float_or_nan(text: str) -> float:
-    """Return the number in `text`, or NaN, which no comparison accepts, if there is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def refuse_without(needed: str, given: Mapping[str, object]) -> None:
@@ -223,26 +163,6 @@ def refuse_without(needed: str, given: Mapping[str, object]) -> None:
                 f"{option} applies to {needed} only",
                 f"add {needed}, or leave out {option}",
             )
-
-
-def number_between(low: float, high: float) -> Callable[[str], float]:
-    """Return a parser of an argument that is a number from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        number = float_or_nan(text)
-        if not low <= number <= high:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a number from {low:g} to {high:g}")
-        return number
-
-    return parse
-
-
-def minutes(text: str) -> float:
-    """Parse an argument that is a positive, finite number of minutes."""
-    number = float_or_nan(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number of minutes")
-    return number
 
 
 def help_width() -> int:
@@ -304,6 +224,7 @@ def add_set_option(parser: Parser, keys: Iterable[str], note: str = "") -> None:
     """Add --set KEY=VALUE, whose completions are `keys`. `note`: added to the help text."""
     changed = parser.add_argument(
         "--set",
+        type=_assignment,
         action="append",
         default=[],
         metavar="KEY=VALUE",
@@ -312,37 +233,73 @@ def add_set_option(parser: Parser, keys: Iterable[str], note: str = "") -> None:
     complete(changed, keys)
 
 
-def overrides_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return key -> value of the texts KEY=VALUE of --set.
+def _assignment(text: str) -> str:
+    """Parse a value of --set. Raises ConfigError if it has not the form KEY=VALUE."""
+    pairs_of("--set", [text])
+    return text
 
-    If a key is given twice, the last value wins. Raises ConfigError for a text of another form.
+
+def pairs_of(option: str, texts: Sequence[str], form: str = "KEY=VALUE") -> dict[str, str]:
+    """Return key -> value of the texts KEY=VALUE of a repeated option. `form`: its words in errors.
+
+    Raises ConfigError for a text of another form, and for a key that is given twice.
     """
-    overrides: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for text in texts:
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key:
+            what = f"{option} {text!r} is not {form}"
+            split = re.fullmatch(r"([\w.-]+)[\s:]+(\S+)", text.strip())
+            example = f"{split[1]}={split[2]}" if split else form
+            raise ConfigError(what, "the name or the = is missing", f"write {option} {example}")
+        if key in pairs:
             raise ConfigError(
-                f"--set {text} is not KEY=VALUE",
-                "the key or the = is missing",
-                "write, for example, --set micro_batch_size=1",
+                f"{option} {key} is given twice: {pairs[key]!r} and {value!r}",
+                "only one of the values could count",
+                f"leave out one of them, or give {option} once for each name",
             )
+        pairs[key] = value
+    return pairs
+
+
+def overrides_of(texts: Sequence[str]) -> dict[str, str]:
+    """Return key -> value of the texts KEY=VALUE of --set.
+
+    Raises ConfigError for a text of another form, for a key that is given twice, and for a key of
+    the table [env].
+    """
+    overrides = pairs_of("--set", texts)
+    for key, value in overrides.items():
         if key.startswith("env."):
             variable = f"{key.removeprefix('env.')}={value}"
             raise ConfigError(
-                f"--set {text} sets an environment variable",
+                f"--set {key}={value} sets an environment variable",
                 "--set changes whole keys of the config",
                 f"set the variable before the command: {variable} {PROGRAM} ...",
             )
-        overrides[key] = value
     return overrides
+
+
+class UnknownOption(ConfigError):
+    """A word of the command line that looks like an option and is none."""
+
+    def __init__(self, option: str, why: str, do: str):
+        super().__init__(f"unknown option: {option}", why, do)
+        self.option = option
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError instead of ending the process.
 
+    It refuses empty values, and an option that is given twice. Choices are accepted in any case,
+    and a leading ~ of a path is expanded.
+
     `examples`: command lines without `PROGRAM`, for the help.
     `prog`: the command without `PROGRAM`.
     """
+
+    # Variables that the command reads to choose what it does, () if it chooses nothing.
+    variables: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -357,36 +314,60 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog, description=description, epilog="examples:" + lines if lines else None, **settings
         )
+        self.register("type", Path, path)
+        self.register("type", int, whole_number(0))
+        self._values: dict[str, Sequence[str]] = {}  # option -> its values in this pass
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`. Raises ConfigError, with a suggestion, if one is unknown."""
         options, unknown = self.parse_known_args(args, namespace)
         if any(not word.startswith("-") for word in unknown) and self._can_intermix():
             # An optional positional argument behind an option, as in `runs --json DIR`.
+            self._values.clear()  # Python 3.13 does not call parse_known_args below
             options, unknown = self.parse_known_intermixed_args(args, namespace)
-        if not unknown:
-            return options
-        name, _, value = unknown[0].partition("=")
-        # A command that selects a config reads all of these variables, any other only LOGDIR.
-        of_config = name in VARIABLES and "--config" in self.options()
-        if of_config or VARIABLES.get(name) == "LOGDIR":
-            self._point_to_variable(name, value or " ".join(unknown[1:2]))
-        if name.startswith("-"):
-            raise ConfigError(
-                f"unknown option: {name}",
-                f"{self.prog} has no such option",
-                meant(name, dict.fromkeys([*self.options(), *EVERYWHERE])),
-            )
-        self.error(f"unexpected argument: {name}")
+        if unknown:
+            raise self._unknown(*unknown)
+        return options
 
-    def _point_to_variable(self, name: str, value: str) -> NoReturn:
-        """Raise ConfigError for an unknown option whose value an environment variable sets."""
-        setting = f"{VARIABLES[name]}={value or '...'}"
-        raise ConfigError(
-            f"unknown option: {name}",
-            f"the environment variable {VARIABLES[name]} sets this value",
-            f"use {setting} {self.prog.removesuffix(' run')}",
-        )
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._values.clear()
+        return super().parse_known_args(args, namespace)
+
+    def _unknown(self, word: str, following: str = "", *_: str) -> ConfigError:
+        """Return the error for an unknown `word`. `following`: the next unknown one."""
+        name, equals, value = word.partition("=")
+        see = f"see {self.prog} --help"
+        if equals and name in EVERYWHERE:
+            return ConfigError(f"{name} takes no value: {word}", "it is a switch", f"write {name}")
+        keys = [key.rstrip("=") for key in getattr(self._option("--set"), "words", ())]
+        if not name.startswith("-"):
+            do = f"leave it out, or {see}"
+            if equals and name in keys:
+                do = f"did you mean --set {word}?"
+            elif name.endswith(".toml") and self._option("--config"):
+                do = f"did you mean --config {word}?"
+            return ConfigError(
+                f"unexpected argument: {word!r}", f"{self.prog} takes no further words", do
+            )
+        if not equals and not following.startswith("-"):
+            value = following
+        variables = self.variables or ("LOGDIR",)
+        meaning = nearest(name, [*self.options(), *EVERYWHERE, *keys, *variables])
+        do = self._advice(meaning, value, keys) if meaning else see
+        return UnknownOption(name, f"{self.prog} has no such option", do)
+
+    def _advice(self, meaning: Meaning, value: str, keys: Collection[str]) -> str:
+        """Return how to give `value` by the option, variable or config key that is meant."""
+        ours, note = meaning
+        setting = f"{ours}={shlex.quote(value) if value and not note else '...'}"
+        if ours.isupper():
+            command = f"use {setting} {self.prog.removesuffix(' run')}"
+            return f"{command} ({note})" if note else command
+        return suggestion(f"--set {setting}" if ours in keys else ours, note)
+
+    def _option(self, name: str) -> argparse.Action | None:
+        """Return the action of an option, None if there is none."""
+        return self._option_string_actions.get(name)
 
     def options(self) -> Iterator[str]:
         """Yield the options of this parser and of its subcommands."""
@@ -409,21 +390,46 @@ class Parser(argparse.ArgumentParser):
             action.nargs not in (argparse.PARSER, argparse.REMAINDER) for action in self._actions
         )
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Return the values of `action`. Raises ConfigError if one is empty or given twice."""
+        name = str((action.option_strings or [action.metavar or action.dest])[-1])
+        is_free = action.const == "" or action.nargs in (argparse.PARSER, argparse.REMAINDER)
+        is_free = is_free or action.metavar == "TEXT"  # a prompt
+        if not is_free and any(not text.strip() for text in arg_strings):
+            raise ConfigError(
+                f"the value of {name} is empty: {arg_strings[0]!r}",
+                self._meaning_of(name),
+                "give a value; a variable in the command may be unset",
+            )
+        if action.option_strings and isinstance(action, argparse._StoreAction):
+            if any(self._values.get(name, ())):
+                both = " and ".join(map(repr, [*self._values[name], *arg_strings]))
+                raise ConfigError(
+                    f"{name} is given twice: {both}",
+                    "only one of the values could count",
+                    "leave out one of them",
+                )
+            self._values[name] = arg_strings
+        return super()._get_values(action, arg_strings)  # type: ignore[misc]
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.choices is not None and not self.subcommands(action):
+            arg_string = spelled_as(arg_string, [str(choice) for choice in action.choices])
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            what = f"unknown {action.metavar or action.dest}: {value}"
+            what = f"unknown {action.metavar or action.dest}: {value!r}"
             if action.option_strings:
-                what = f"unknown value of {action.option_strings[-1]}: {value}"
+                what = f"unknown value of {action.option_strings[-1]}: {value!r}"
             known = [str(choice) for choice in action.choices]
-            raise ConfigError(
-                what,
-                f"it must be one of: {', '.join(known)}",
-                meant(str(value), known, f"choose one; {self.prog} --help describes them"),
-            )
+            meaning = nearest(str(value), known)
+            do = suggestion(*meaning) if meaning else f"choose one; see {self.prog} --help"
+            raise ConfigError(what, f"it must be one of: {', '.join(known)}", do)
 
     def error(self, message: str) -> NoReturn:
         required = "the following arguments are required: "
-        why = "the command line cannot be parsed"
+        why = f"{self.prog} needs it"
         if message.startswith(required):
             missing = message.removeprefix(required)
             message = f"missing argument: {missing}"
@@ -431,8 +437,16 @@ class Parser(argparse.ArgumentParser):
         elif message.startswith("argument "):  # argument -o/--option: what is wrong with its value
             message = message.removeprefix("argument ")
             why = self._meaning_of(message.split(": ")[0].split("/")[-1])
-            message = re.sub("invalid int value: (.*)", r"\1 is not a whole number", message)
-            message = re.sub("invalid float value: (.*)", r"\1 is not a number", message)
+            if value := re.search(": ignored explicit argument (.*)", message):
+                name = message[: value.start()].split("/")[-1]
+                raise ConfigError(f"{name} takes no value: {value[1]}", why, f"write {name} alone")
+            if exclusive := re.fullmatch("(.*): not allowed with argument (.*)", message):
+                what = f"{exclusive[1]} cannot be combined with {exclusive[2]}"
+                raise ConfigError(what, why, f"leave out {exclusive[1]} or {exclusive[2]}")
+            if message.endswith(": expected one argument"):
+                name = message.split(": ")[0].split("/")[-1]
+                do = f"write {name} and its value, or {name}=... for one that begins with a dash"
+                raise ConfigError(f"{name} needs a value", why, do)
         raise ConfigError(message, why, f"see {self.prog} --help")
 
     def _meaning_of(self, name: str) -> str:
@@ -442,5 +456,5 @@ class Parser(argparse.ArgumentParser):
                 if action.choices:
                     return f"choose one of {', '.join(map(str, action.choices))}"
                 if action.help:
-                    return f"{name}: {action.help}"
+                    return f"{name}: {self._get_formatter()._expand_help(action)}"
         return f"{self.prog} needs {name}"

@@ -8,8 +8,9 @@ GPU are in the TOML. Standard library only: the launcher reads the file before i
 
 from __future__ import annotations
 
-import difflib
+import argparse
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from common.atomic_write import naming
+from common.command_line import PROGRAM
 from common.errors import ConfigError, failure_of
 from common.linear_formats import FORMATS, LinearFormat
+from common.suggestions import nearest, suggestion
+from common.values import gpu_kind, number, seconds, spelled_as, whole_number
 
-FORMER_KEYS = ("fp8", "block_format", "healing")  # removed keys, now parts of the key linear
 # Largest value of a key. The limit of all other keys is 2^31 - 1, the largest C int.
 LARGEST = {
     "hang_timeout_s": 604_800.0,  # a week
@@ -37,6 +40,11 @@ KEY_TYPES = {
     "bool": (bool, "true or false"),
     "dict[str, str]": (dict, "a table of strings"),
 }
+# What a key is not, but may be meant by an unknown key.
+NO_KEYS = (
+    *("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXNGPU", "DGXSYSTEM"),
+    *("--print", "--track", "--checkpoint", "--continue"),
+)
 # Ways to store LoRA's frozen weights (common/sharding/frozen_base.py).
 FROZEN_BASE_STORAGE = (
     "sharded",
@@ -121,8 +129,12 @@ class RunConfig:
             value = getattr(self, key)
             if isinstance(value, int | float):
                 limit = LARGEST.get(key, 2**31 - 1)
-                # NaN fails this comparison too.
-                self.require(value >= 0, key, "it must be a number of at least 0", "give 0 or more")
+                self.require(
+                    math.isfinite(value) and value >= 0,
+                    key,
+                    "it must be a finite number of at least 0",
+                    "give 0 or more",
+                )
                 self.require(value <= limit, key, "it is too large", f"give at most {limit:,}")
         self.require(
             self.opt_base_learning_rate > 0,
@@ -320,10 +332,10 @@ def read(path: Path, config_class: type[AnyConfig]) -> ConfigFile[AnyConfig]:
         table = read_table(path)
     except FileNotFoundError:
         neighbors = [each.stem for each in path.parent.glob("*.toml")]
-        near = difflib.get_close_matches(path.stem, neighbors, 1)
+        near = nearest(path.stem, neighbors)
         do = "check the path, or name one of the files under configs/"
         if near:
-            do = f"did you mean {path.with_name(near[0])}.toml?"
+            do = f"did you mean {path.with_name(near.ours)}.toml?"
         why = f"{path.absolute()} does not exist"
         raise ConfigError(f"{path}: no such config", why, do) from None
     return ConfigFile(path, table, from_table(dict(table), config_class, str(path)))
@@ -372,7 +384,7 @@ def from_table(table: dict, config_class: type[AnyConfig], source: str) -> AnyCo
     known = {f.name: f for f in fields(config_class)}
     for key in table:
         if key not in known:
-            raise _unknown_key(key, list(known), source)
+            raise _unknown_key(key, table[key], list(known), source)
     for name, f in known.items():
         if name not in table:
             if f.default is MISSING and f.default_factory is MISSING:
@@ -389,18 +401,16 @@ def from_table(table: dict, config_class: type[AnyConfig], source: str) -> AnyCo
         raise ConfigError(f"{source}: {error.what}", error.why, error.do) from None
 
 
-def _unknown_key(key: str, known: list[str], source: str) -> ConfigError:
-    if key in FORMER_KEYS:
-        return ConfigError(
-            f"{source}: the key {key} was removed",
-            'it is now part of the key linear, e.g. linear = "fp8"',
-            "write the key linear instead",
-        )
-    near = difflib.get_close_matches(key, known, 1)
+def _unknown_key(key: str, value: object, known: list[str], source: str) -> ConfigError:
+    do = f"the keys are: {', '.join(known)}"
+    if meaning := nearest(key, [*known, *NO_KEYS]):
+        do = suggestion(*meaning)
+        if meaning.ours.isupper():
+            do = f"no key, but a variable, sets it: {meaning.ours}={value} {PROGRAM} ..."
+        elif meaning.ours.startswith("--"):
+            do = f"no key, but an option, sets it: {meaning.ours}"
     return ConfigError(
-        f"{source}: unknown key {key}",
-        "no code reads it, so it would be silently ignored",
-        f"did you mean {near[0]}?" if near else f"the keys are: {', '.join(known)}",
+        f"{source}: unknown key {key}", "no code reads it, so it would be silently ignored", do
     )
 
 
@@ -409,18 +419,42 @@ def _checked(value, type_name: str, key: str, source: str):
 
     For a key of type float, an int becomes a float.
     """
-    # A larger integer may exceed every float.
-    if type_name == "float" and type(value) is int and abs(value) < 2**63:
-        value = float(value)
+    why = f"{key} must be {KEY_TYPES[type_name][1]}"
+    do = f"write {key} = ..., {KEY_TYPES[type_name][1]}"
+    try:
+        value = _converted(value, type_name, key)
+    except argparse.ArgumentTypeError as error:
+        why = str(error)
+        if "," in value and "=" in value:
+            do = f"give --set once for each key: --set {key}={value.replace(',', ' --set ')}"
     fits = type(value) is KEY_TYPES[type_name][0]
     if isinstance(value, dict):
         fits = fits and all(type(item) is str for item in value.values())
     if not fits:
-        raise ConfigError(
-            f"{source}: {key} = {value!r} has the wrong type",
-            f"{key} must be {KEY_TYPES[type_name][1]}",
-            "correct the value",
-        )
+        raise ConfigError(f"{source}: {key} = {value!r} has the wrong type", why, do)
+    return value
+
+
+def _converted(value, type_name: str, key: str):
+    """Return `value` as the parsers of options read its text. Raises ArgumentTypeError.
+
+    A whole number may be written as 8k or 1e6, and a duration as 10m.
+    """
+    if type_name == "float" and isinstance(value, str):
+        return seconds(value) if key.endswith("_s") else number(value)
+    # A larger integer may exceed every float.
+    if type_name == "float" and type(value) is int and abs(value) < 2**63:
+        return float(value)
+    if type_name == "int" and isinstance(value, str):
+        return whole_number(0)(value)
+    if type_name == "int" and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if type_name == "bool" and value in ("True", "False"):  # of --set, in Python's spelling
+        return value == "True"
+    if key == "gpu" and isinstance(value, str):
+        return gpu_kind(value)
+    if key == "linear" and isinstance(value, str):
+        return spelled_as(value, FORMATS)
     return value
 
 

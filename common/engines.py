@@ -25,6 +25,7 @@ from types import ModuleType
 
 from common.errors import ConfigError
 from common.packages import in_container, version_of
+from common.suggestions import meant
 
 ATTENTION = "attention"
 PRODUCTS = "products"
@@ -188,7 +189,7 @@ def operations(stores_fp8: bool) -> tuple[str, ...]:
 
 
 def pin_of(operation: str, environment: Mapping[str, str]) -> str | None:
-    """Return the name of the pinned engine, or None if none is pinned."""
+    """Return the name of the pinned engine, or None or "" if none is pinned."""
     # Literal names instead of VARIABLES, so that tests/tools/settings_tables.py finds them.
     if operation == ATTENTION:
         return environment.get("ATTENTION_ENGINE")
@@ -211,7 +212,7 @@ def choose(
     """
     environment = os.environ if environment is None else environment
     pin = pin_of(operation, environment)
-    if pin is not None:
+    if pin:
         return Choice(_pinned(operation, pin, gpu, dtype), pinned=True)
     faster: list[Faster] = []
     usable: list[Engine] = []
@@ -239,9 +240,8 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
     engines = {engine.name: engine for engine in ENGINES[operation]}
     unset = f"set {variable} to another engine, or unset it to use the fastest installed one"
     if name not in engines:
-        raise ConfigError(
-            f"unknown engine {variable}={name}", f"known are {', '.join(engines)}", unset
-        )
+        known = f"known are {', '.join(engines)}"
+        raise ConfigError(f"unknown engine {variable}={name}", known, meant(name, engines, unset))
     engine = engines[name]
     what = f"{variable}={name} cannot be used here"
     if engine.module and (gpu not in engine.gpus or dtype not in ("bf16", "fp8")):
@@ -381,7 +381,7 @@ def choose_engines(
     Raises ConfigError as `choose` does, also for a pinned engine of another operation.
     """
     for operation in VARIABLES:
-        if pin_of(operation, environment) is not None:
+        if pin_of(operation, environment):
             choose(operation, gpu, environment, dtype)
     names: dict[str, str] = {}
     versions: dict[str, str] = {}

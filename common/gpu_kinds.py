@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 GIB = 2**30
+CARD = re.compile(r"\b(PCIe|NVL)\b")  # in the names of cards that are no SXM modules
 
 # Keys of a system description, after `accelerator_`, in the order of GpuKind.description.
 DESCRIPTION_KEYS = (
@@ -230,3 +232,13 @@ def fp8_family(arch: str) -> str:
     The same bits have half the value in `fnuz` that they have in `ocp`.
     """
     return "fnuz" if arch.startswith("gfx942") else "ocp"
+
+
+def kind_in(product: str) -> str:
+    """Return the kind that a product name contains, in any case, or "" if there is none.
+
+    Also returns "" for PCIe cards, which have a lower clock, power and peak than SXM modules.
+    """
+    if CARD.search(product):
+        return ""
+    return next((kind for kind in KINDS if re.search(rf"\b{kind}\b", product, re.I)), "")

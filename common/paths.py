@@ -9,17 +9,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from common.values import folder, of_variable
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def data_folder(benchmark: str, environment: Mapping[str, str]) -> Path:
-    """Return the directory of a benchmark's data: DATADIR, or its default in the repository."""
-    return Path(environment.get("DATADIR") or ROOT / "data" / benchmark)
+    """Return the directory of a benchmark's data: DATADIR, or its default in the repository.
+
+    Raises ConfigError if DATADIR cannot be a directory.
+    """
+    return of_variable(environment, "DATADIR", folder) or ROOT / "data" / benchmark
 
 
 def results_folder(environment: Mapping[str, str]) -> Path:
-    """Return the directory of all runs: LOGDIR, or its default in the repository."""
-    return Path(environment.get("LOGDIR") or ROOT / "results")
+    """Return the directory of all runs: LOGDIR, or its default in the repository.
+
+    Raises ConfigError if LOGDIR cannot be a directory.
+    """
+    return of_variable(environment, "LOGDIR", folder) or ROOT / "results"
 
 
 def cache_folder(name: str) -> Path:
@@ -27,8 +35,8 @@ def cache_folder(name: str) -> Path:
 
     It is in XDG_CACHE_HOME (default: ~/.cache) and need not exist yet.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mlperf-llama-training" / name
+    base = of_variable(os.environ, "XDG_CACHE_HOME", folder) or Path.home() / ".cache"
+    return base / "mlperf-llama-training" / name
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -9,15 +9,16 @@ import tempfile
 from pathlib import Path
 
 from common.benchmarks import require_layers
-from common.command_line import Parser, count
+from common.command_line import Parser
 from common.measure.defaults import STEPS, WARMUP
 from common.terminal import print_stderr
+from common.values import count
 from launch import diagnosis, profilers
 from launch.job import Job, job_from, torchrun_command, trainer_environment
 from launch.job_command import (
     job_main,
     job_parser,
-    note_on_software,
+    note_refusal,
     print_header,
     require_software,
 )
@@ -97,7 +98,7 @@ def measure(job: Job, options: argparse.Namespace) -> int:
     Return 0, or the exit code of the failure.
     """
     if options.print:
-        note_on_software(job)
+        note_refusal(require_software, job)
         print(shlex.join(bench_command(job, Path("DIR"), options)))
         return 0
     require_software(job)

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import os
 import re
+import shlex
 import textwrap
 import tomllib
 from collections.abc import Sequence
@@ -23,14 +24,16 @@ from common.command_line import (
     PROGRAM,
     SWITCHES,
     Parser,
+    UnknownOption,
     help_width,
-    meant,
-    most_similar,
     reflow,
 )
 from common.errors import ConfigError
+from common.machine.hardware import config_names
 from common.paths import ROOT
 from common.repository import changes_of, commit_of
+from common.suggestions import nearest
+from launch import variables
 from launch.environment import ALL, CLI, LOGS
 
 PACKAGE = "mlperf-llama-training"
@@ -55,6 +58,7 @@ class Command:
     benchmark: str = NEVER  # NEVER, MAY or ALWAYS
     needs: str = ALL  # requirements file that the command needs; "" for none
     bare_with: str = "print"  # option, if it has it, with which nothing is installed
+    stray: str = ""  # option that words without a benchmark are meant for
 
 
 COMMANDS = {
@@ -81,8 +85,11 @@ COMMANDS = {
         "launch.plan.command",
         MAY,
         "",
+        stray="--model",
     ),
-    "preflight": Command("check that this machine is ready for a run", "launch.preflight", MAY),
+    "preflight": Command(
+        "check that this machine is ready for a run", "launch.preflight", MAY, stray="--nodes"
+    ),
     "throughput": Command(
         "measure matrix products and training steps of many models", "throughput"
     ),
@@ -126,33 +133,10 @@ ALIASES = {
     ("tuning",): ("system-tuning",),
     ("series", "status"): ("runs", "--series="),
 }
-# Words that users try, and the subcommand that they mean.
-SYNONYMS = {
-    "train": "run",
-    "training": "run",
-    "start": "run",
-    "benchmark": "bench",
-    "measure": "bench",
-    "perf": "bench",
-    "data": "prepare",
-    "download": "prepare",
-    "fetch": "prepare",
-    "list": "runs",
-    "ls": "runs",
-    "status": "runs",
-    "series": "runs",
-    "tuning": "system-tuning",
-    "install": "setup",
-    "doctor": "preflight",
-    "memory": "plan",
-    "validate": "check",
-    "verify": "check",
-    "submit": "package",
-    "page": "report",
-}
 # Subcommands that read a directory of runs.
 OF_RUNS = ("runs", "check", "report", "score", "package")
 
+QUOTES = "\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f"
 OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
 
 
@@ -163,6 +147,7 @@ def read(arguments: list[str]) -> tuple[str, list[str], bool]:
     The requirements file is Command.needs, "" for none. Raise ConfigError for a line that is not
     valid. Raise SystemExit after printing the help or the version.
     """
+    _require_typed_characters(arguments)
     words: list[str] = []
     asks_for_help = False
     for word in arguments:
@@ -174,7 +159,7 @@ def read(arguments: list[str]) -> tuple[str, list[str], bool]:
             words.append(word)
     if asks_for_help:
         words.append("--help")  # last, so that `help plan` is `plan --help`
-    if "--version" in words:
+    if "--version" in words or words == ["-V"]:
         print(version())
         raise SystemExit(0)
     if words[:1] in (["-h"], ["--help"]):
@@ -187,7 +172,12 @@ def read(arguments: list[str]) -> tuple[str, list[str], bool]:
     command = COMMANDS[name]
     if not has_command(benchmark, name):
         raise _command_of_others(benchmark, name)
-    options = parser_of(name, benchmark).parse_args(rest)
+    parser = parser_of(name, benchmark)
+    try:
+        options = parser.parse_args(rest)
+    except UnknownOption as error:
+        raise _option_of_other_form(error, name, benchmark, rest) from None
+    variables.judge(os.environ, name, parser.variables)
     installs = getattr(options, command.bare_with, None) in (None, False)
     # A module in the benchmark's own package knows its benchmark.
     if benchmark and command.module != IN_BENCHMARK:
@@ -223,6 +213,37 @@ def _command_of_others(benchmark: str, name: str) -> ConfigError:
     return ConfigError(what, f"{name} belongs to {', '.join(owners)}", " or ".join(lines))
 
 
+def _option_of_other_form(
+    error: UnknownOption, name: str, benchmark: str, words: list[str]
+) -> ConfigError:
+    """Return `error`, with the command that has the option, with or without a benchmark.
+
+    `words`: those after the command.
+    """
+    if COMMANDS[name].benchmark != MAY:
+        return error
+    other = "" if benchmark else _example(benchmarks.names())
+    parser = parser_of(name, other)
+    if parser and error.option in parser.options():
+        line = shlex.join([PROGRAM, *filter(None, (other, name)), *words])
+        whose = "a benchmark" if other else "no benchmark"
+        return ConfigError(error.what, f"{name} has it with {whose}", f"did you mean {line}?")
+    return error
+
+
+def _require_typed_characters(words: list[str]) -> None:
+    """Raise ConfigError if a word begins with a dash or quote of a word processor."""
+    typed = [re.sub(r"^-?[\u2010-\u2015\u2212]+-?(?=\w)", "--", word) for word in words]
+    typed = [word.strip(QUOTES) if word.startswith(tuple(QUOTES)) else word for word in typed]
+    for word, plain_word in zip(words, typed, strict=True):
+        if word != plain_word:
+            raise ConfigError(
+                f"{word!r} has a dash or quote that no keyboard types",
+                "documents and chats replace -- by a long dash, and straight quotes by curved ones",
+                f"use {plain_word}: {shlex.join([PROGRAM, *typed])}",
+            )
+
+
 def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]:
     """Return the benchmark ("" for none), the command and the remaining words.
 
@@ -234,6 +255,12 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
             f"benchmarks: {', '.join(known)}",
             f"{PROGRAM} --help lists the commands",
         )
+    if not all(word.strip() for word in words[: 1 + (words[0] in known)]):
+        raise ConfigError(
+            f"an argument is empty: {words!r}",
+            "it stands where a benchmark or command is expected",
+            "leave it out; a variable in the command may be unset",
+        )
     _require_no_variable(words)
     first, *rest = words
     second = rest[0] if rest and not rest[0].startswith("-") else ""
@@ -244,7 +271,7 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
         name = first
         benchmark = second if COMMANDS[name].benchmark != NEVER and second in known else ""
         if COMMANDS[name].benchmark == MAY and second and not benchmark:
-            raise _missing_benchmark(name, second, known)
+            raise _missing_benchmark(name, rest, known)
     else:
         raise _unknown_first(words, known)
     if name not in COMMANDS:
@@ -254,7 +281,7 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
     if COMMANDS[name].benchmark == ALWAYS and not benchmark:
         asks_for_help = not second and {"-h", "--help"} & {*rest}
         if not asks_for_help:
-            raise _missing_benchmark(name, second, known)
+            raise _missing_benchmark(name, rest, known)
         benchmark = _example([each for each in known if has_command(each, name)])
     if benchmark and second:  # both the first and the second word were read
         rest = rest[1:]
@@ -267,7 +294,7 @@ def _require_no_variable(words: list[str]) -> None:
         if re.match("[A-Z_]+=", word):
             others = [other for other in words if other != word]
             raise ConfigError(
-                f"unexpected argument: {word}",
+                f"unexpected argument: {word!r}",
                 "environment variables come before the command",
                 " ".join([word, PROGRAM, *others]),
             )
@@ -275,18 +302,28 @@ def _require_no_variable(words: list[str]) -> None:
 
 def _unknown_command(name: str, benchmark: str) -> ConfigError:
     """Return the error for a word after `benchmark` that is not a command."""
-    known = [each for each in COMMANDS if has_command(benchmark, each)]
-    intended = SYNONYMS.get(name.lower()) or most_similar(name, known)
-    if intended:
-        line = _with_benchmark(intended, benchmark)
-        if intended in OF_RUNS:
-            line = f"{intended} results/{benchmark}"
-        elif COMMANDS[intended].benchmark == MAY:
-            line = f"{benchmark} {intended}"
-        do = f"did you mean {PROGRAM} {line}?"
-    else:
-        do = f"choose one of: {', '.join(commands_of(benchmark))}"
-    return ConfigError(f"unknown command: {name}", f"{benchmark} has no such command", do)
+    do = f"choose one of: {', '.join(commands_of(benchmark))}"
+    if name in benchmarks.names():
+        do = f"name one benchmark: {PROGRAM} {name}"
+    elif name.endswith(".toml"):
+        do = _with_config(name, benchmark)
+    elif meaning := nearest(name, [each for each in COMMANDS if has_command(benchmark, each)]):
+        do = f"did you mean {PROGRAM} {_words_of(meaning.ours, benchmark)}?"
+    return ConfigError(f"unknown command: {name!r}", f"{benchmark} has no such command", do)
+
+
+def _with_config(path: str, benchmark: str = "") -> str:
+    """Return the advice to name the config `path` by --config.
+
+    Without a `benchmark`, it is the one whose folder of configs/ holds the file, or else the one
+    without such a folder.
+    """
+    folder = Path(path).parent.name
+    known = benchmarks.names()
+    own = (
+        folder if folder in known else next(each for each in known if not config_names(ROOT, each))
+    )
+    return f"did you mean {PROGRAM} {benchmark or own} --config {path}?"
 
 
 def _unwanted_benchmark(name: str, benchmark: str, arguments: list[str]) -> ConfigError:
@@ -303,35 +340,46 @@ def _unwanted_benchmark(name: str, benchmark: str, arguments: list[str]) -> Conf
     return ConfigError(f"{name} does not accept a benchmark", why, " ".join(words))
 
 
-def _missing_benchmark(name: str, second: str, known: Sequence[str]) -> ConfigError:
-    """Return the error for a command without a known benchmark.
-
-    `second`: the word after the command, "" if there is none.
-    """
-    why = f"benchmarks: {', '.join(known)}"
-    if second:
-        return ConfigError(f"unknown benchmark: {second}", why, meant(second, known))
-    do = f"{PROGRAM} {_example(known)} {name} ..."
-    return ConfigError(f"{name} needs a benchmark", why, do)
+def _missing_benchmark(name: str, words: list[str], known: Sequence[str]) -> ConfigError:
+    """Return the error for a command without a known benchmark. `words`: those after it."""
+    owners = [each for each in known if has_command(each, name)]
+    why = f"benchmarks: {', '.join(owners)}"
+    if not words or words[0].startswith("-"):
+        line = shlex.join([PROGRAM, _example(owners), name, *words])
+        return ConfigError(f"{name} needs a benchmark", why, line)
+    meaning = nearest(words[0], owners)
+    do = f"did you mean {shlex.join([PROGRAM, _example(owners), name, *words])}?"
+    if meaning:
+        do = f"did you mean {PROGRAM} {meaning.ours} {name}?"
+    elif option := COMMANDS[name].stray:
+        do = f"did you mean {PROGRAM} {name} {option} {shlex.quote(','.join(words))}?"
+    return ConfigError(f"unknown benchmark: {words[0]!r}", why, do)
 
 
 def _unknown_first(words: list[str], known: Sequence[str]) -> ConfigError:
     """Return the error for a command line whose first word is neither a benchmark nor a command."""
     first = words[0]
+    all_commands = f"{PROGRAM} --help lists the commands"
     if first.startswith("-"):
-        named = next((word for word in words if word in known or word in COMMANDS), "")
-        do = f"{PROGRAM} {named or _example(known)} {first} ..."
-        return ConfigError(
-            f"{first} comes before the benchmark or command",
-            "options come after both",
-            do if named else meant(first, EVERYWHERE, do),
-        )
+        meaning = nearest(first.partition("=")[0], EVERYWHERE)
+        if meaning:
+            do = f"did you mean {meaning.ours}?"
+            if "=" in first and meaning.ours in first:
+                do = f"write {meaning.ours} without a value"
+            return ConfigError(f"unknown option: {first!r}", "it precedes all words", do)
+        named = [word for word in words if word in known or word in COMMANDS]
+        others = [word for word in words if word not in named[:1]]
+        do = shlex.join([PROGRAM, *named[:1], *others]) if named else all_commands
+        what = f"{first} comes before the benchmark or command"
+        return ConfigError(what, "options come after both", do)
+    meaning = nearest(first, [*known, *COMMANDS, *EVERYWHERE])
+    do = all_commands
+    if first.endswith(".toml"):
+        do = _with_config(first)
+    elif meaning:
+        do = f"did you mean {PROGRAM} {_words_of(meaning.ours)}?"
     why = f"benchmarks: {', '.join(known)}"
-    do = meant(first, [*known, *COMMANDS, *EVERYWHERE], f"{PROGRAM} --help lists the commands")
-    if first.lower() in SYNONYMS:
-        line = _with_benchmark(SYNONYMS[first.lower()], "BENCHMARK")
-        do = f"did you mean {PROGRAM} {line}?"
-    return ConfigError(f"unknown benchmark or command: {first}", why, do)
+    return ConfigError(f"unknown benchmark or command: {first!r}", why, do)
 
 
 def _example(known: Sequence[str]) -> str:
@@ -340,11 +388,17 @@ def _example(known: Sequence[str]) -> str:
     return (closed or list(known))[-1]
 
 
-def _with_benchmark(name: str, benchmark: str) -> str:
-    """Return the words of subcommand `name`, with `benchmark` if it needs one."""
-    if name == "run":
-        return benchmark
-    return f"{benchmark} {name}" if COMMANDS[name].benchmark == ALWAYS else name
+def _words_of(name: str, benchmark: str = "") -> str:
+    """Return the words of a command, benchmark or option, with `benchmark` or an example of one."""
+    if name not in COMMANDS:
+        return name
+    if name in OF_RUNS:
+        return f"{name} results/{benchmark}" if benchmark else name
+    if COMMANDS[name].benchmark == NEVER or (COMMANDS[name].benchmark == MAY and not benchmark):
+        return name
+    owners = [each for each in benchmarks.names() if has_command(each, name)]
+    named = benchmark or _example(owners)
+    return named if name == "run" else f"{named} {name}"
 
 
 def parser_of(name: str, benchmark: str) -> Parser:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from common import benchmarks
-from common.command_line import Parser, existing_path, program
+from common.command_line import Parser, program
+from common.values import existing_path
 from launch.cli import ALWAYS, COMMANDS, NEVER, commands_of, has_command, parser_of
 
 PROGRAM = "run_and_time.sh"
+FILES = ("FILE", "DIR", "LOG_OR_FOLDER")  # metavars of arguments that are paths
 FUNCTION = "_run_and_time"  # prefix of the functions that complete values
 # In front of zsh's script: compdef is defined by compinit.
 ZSH_HEAD = "(( $+functions[compdef] )) || { autoload -U compinit && compinit }\n"
@@ -94,7 +96,7 @@ def _set_values(action: argparse.Action) -> None:
         action.choices = [str(choice) for choice in action.choices]
     elif words := getattr(action, "words", None):
         _complete_with(action, _word_completion(words))
-    elif action.type in (Path, existing_path) or action.metavar in ("FILE", "DIR"):
+    elif action.type in (Path, existing_path) or action.metavar in FILES:
         _complete_with(action, _file_completion())
 
 

@@ -321,13 +321,11 @@ def directories(
     data. It reads DATADIR only if all of its files are already there. A run never writes to
     DATADIR. `config`: None if no config is selected.
     """
-    given = Path(environment["DATADIR"]) if environment.get("DATADIR") else None
-    if config is None or not config.miniature:
-        data = data_folder(benchmark, environment)
-    elif given and all((given / name).is_file() for name in rules_of(benchmark, config).data_files):
-        data = given
-    else:
-        data = ROOT / "data" / f"{benchmark}-miniature"
+    data = data_folder(benchmark, environment)
+    if config is not None and config.miniature:
+        files = rules_of(benchmark, config).data_files
+        if not environment.get("DATADIR") or not all((data / name).is_file() for name in files):
+            data = ROOT / "data" / f"{benchmark}-miniature"
     return data.absolute(), results_folder(environment).absolute()
 
 
@@ -361,8 +359,8 @@ def _ensure_data_files(job: Job) -> None:
     damage = "" if missing else _damage(job)
     if not missing and not damage:
         return
-    given = job.environment.get("DATADIR")
-    if damage and given and Path(given).absolute() == job.data_dir:
+    is_given = data_folder(job.benchmark, job.environment).absolute() == job.data_dir
+    if damage and is_given and job.environment.get("DATADIR"):
         do = f"{prepare} miniature --data-dir {job.data_dir}, or unset DATADIR"
         raise DataError(
             f"{job.data_dir} is damaged", f"{damage}; a run never writes to DATADIR", do

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.benchmarks import config_keys, example_config
 from common.command_line import PROGRAM, Parser, add_set_option, program
-from common.errors import PreflightError
+from common.errors import RunError
 from common.known_issues import installed
 from common.machine.hardware import config_names
 from common.packages import version_of
@@ -24,7 +24,11 @@ from launch.environment import replaced_packages
 from launch.job import Job, note_on_one_node
 from launch.processes.supervise import raise_at_signals
 from launch.selection.machine import add_gpu_kind_option
+from launch.selection.request import add_config_option
 from launch.torch_build import missing_compiler, require_fitting_torch
+
+# Variables that choose the config of all these commands.
+OF_CONFIG = ("DGXSYSTEM", "DGXNGPU", "GPU_KIND")
 
 
 def job_parser(
@@ -41,7 +45,7 @@ def job_parser(
     default = "required; relative paths in it start at the current directory"
     if shipped:
         default = "default: selected for the GPUs found"
-    which.add_argument("--config", metavar="FILE", help=f"config file ({default})")
+    add_config_option(which, benchmark, default)
     which.add_argument(
         "--miniature",
         action="store_true",
@@ -56,6 +60,7 @@ def job_parser(
         help="device to use (default: the GPUs if there are any; cuda includes ROCm)",
     )
     add_gpu_kind_option(parser)
+    parser.variables = OF_CONFIG
     text = "print the name of the config and what would be started, and start nothing"
     parser.add_argument("--print", action="store_true", help=text)
     return parser
@@ -120,9 +125,14 @@ def note_on_software(job: Job) -> None:
             " uses its Python, and faster engines if it has them"
         )
         return
+    note_refusal(require_software, job)
+
+
+def note_refusal(check: Callable[[Job], None], job: Job) -> None:
+    """Print a note, with --print, on what `check` refuses on this machine."""
     try:
-        require_software(job)
-    except PreflightError as error:
+        check(job)
+    except RunError as error:
         inform(f"NOTE       {error.what}; {error.why}; {error.do}")
 
 

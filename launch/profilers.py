@@ -18,8 +18,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.command_line import meant
 from common.errors import ConfigError, PreflightError
+from common.suggestions import meant
 
 
 @dataclass(frozen=True)

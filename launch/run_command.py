@@ -20,8 +20,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from common.benchmarks import names_mlperf
-from common.command_line import PROGRAM, Parser, number_between, refuse_without
+from common.benchmarks import divisions, names_mlperf
+from common.command_line import Parser, refuse_without
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.paths import ROOT
@@ -29,12 +29,14 @@ from common.records.rcp import SUBMISSION_RUNS
 from common.records.trackers import TRACKERS
 from common.terminal import inform, plural
 from common.training.log_keys import submission_texts
-from launch import series, system_settings
-from launch.job import AUTO, job_from, trainer_command
+from common.values import number_between, path, seconds
+from launch import run_directory, series, system_settings
+from launch.job import AUTO, ensure_data, job_from, trainer_command
 from launch.job_command import (
+    OF_CONFIG,
     job_main,
     job_parser,
-    note_on_software,
+    note_refusal,
     print_header,
     require_software,
     ships_configs,
@@ -79,6 +81,9 @@ def parser(benchmark: str) -> Parser:
         else argparse.SUPPRESS,
     )
     _add_options_of_one_run(parser, shipped)
+    parser.variables = (*OF_CONFIG, "NEXP", "SEED", "DATADIR", "LOGDIR")
+    if any(rules.lora_rank for rules in divisions(benchmark).values()):
+        parser.variables += ("MODEL",)
     return parser
 
 
@@ -97,7 +102,6 @@ def _add_options_of_one_run(parser: Parser, shipped: bool) -> None:
         help="apply the settings of `system-tuning apply` for the duration of the run (needs sudo) "
         "and restore them afterwards",
     )
-    parser.add_argument("--tune", nargs="?", const="", type=_refuse_tune, help=argparse.SUPPRESS)
     parser.add_argument(
         "--track",
         action="append",
@@ -108,11 +112,11 @@ def _add_options_of_one_run(parser: Parser, shipped: bool) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="WHEN",
-        help="save the training state: 2 for every second evaluation, 600s for every ten minutes",
+        help="save the training state: 2 for every second evaluation, 10m for every ten minutes",
     )
     parser.add_argument(
         "--grace",
-        type=number_between(1, 86400),
+        type=number_between(1, 86400, seconds),
         metavar="SECONDS",
         help="with --checkpoint: time after a signal to save the next step and end (default: "
         f"{GRACE_S:g})",
@@ -130,15 +134,7 @@ def _add_options_of_one_run(parser: Parser, shipped: bool) -> None:
 
 def _run_to_continue(run: str) -> Path:
     """Parse the value of --continue: the path of a run, or AUTO."""
-    return AUTO if run == str(AUTO) else Path(run).absolute()
-
-
-def _refuse_tune(_: str) -> None:
-    raise ConfigError(
-        "--tune is now --system-tuning",
-        "tune is the command that searches for the fastest config",
-        f"use --system-tuning, or {PROGRAM} BENCHMARK tune",
-    )
+    return AUTO if run == str(AUTO) else path(run).absolute()
 
 
 def start(benchmark: str, options: argparse.Namespace) -> int:
@@ -165,7 +161,10 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
         if not options.system_tuning and (advice := system_settings.advice()):
             inform(f"NOTE       {advice}: {system_settings.remedy()}")
     if options.print:
-        note_on_software(job)
+        run_directory.require_possible(job.log_dir / benchmark)
+        note_refusal(require_software, job)
+        if not job.config.miniature:  # whose data a run builds
+            note_refusal(ensure_data, job)
         print(shlex.join(trainer_command(job, Path("DIR"), 0)))
         return 0
     require_software(job)

@@ -148,6 +148,15 @@ def require_writable(folder: Path, setting: str = "LOGDIR") -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+def require_possible(folder: Path) -> None:
+    """Raise the error of `require_writable`, but leave no new folder behind."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    require_writable(folder)
+    for each in missing:
+        with contextlib.suppress(OSError):  # another launcher uses it now
+            each.rmdir()
+
+
 def write_config_and_versions(run_dir: Path, config: RunConfig, versions: dict) -> None:
     """Write config.toml, which the trainer reads, and versions.json. Raises StorageError."""
     with _writing(run_dir):

@@ -39,6 +39,7 @@ from common.records.rcp import SUBMISSION_RUNS
 from common.records.run_record import RunRecord
 from common.terminal import duration, plural, print_stderr, shown
 from common.training.continuation import SavedCheckpoint, require_same
+from common.values import of_variable, whole_number
 from launch import diagnosis, run_directory
 from launch.console import runs_still_needed, series_closing
 from launch.processes import supervise
@@ -94,36 +95,22 @@ def request_from(
     take_over: bool = False,
 ) -> SeriesRequest:
     """Return the request. Raise ConfigError for invalid values and for values that conflict."""
-    count = environment.get("NEXP") or ("0" if resume else "1")
-    seed = environment.get("SEED", "")
-    if not count.isdecimal() or (int(count) < 1 and not resume):
-        raise ConfigError(
-            f"invalid NEXP={count}", "NEXP must be a positive integer", "correct or unset it"
-        )
-    if max_failures is not None and max_failures < 0:
-        raise ConfigError(
-            f"invalid --max-failures {max_failures}",
-            "it must be at least 0",
-            "correct it or leave it out",
-        )
+    least = 0 if resume else 1
+    goal = of_variable(environment, "NEXP", whole_number(least))
+    goal = least if goal is None else goal
+    seed = of_variable(environment, "SEED", whole_number(0, 2**32 - 1))
     limit = max_failures
     if limit is None:
-        limit = 0 if count == "1" else MAX_FAILURES
-    if not seed:
-        return SeriesRequest(int(count), limit, None, resume, take_over)
-    if not seed.isdecimal() or int(seed) >= 2**32:
-        raise ConfigError(
-            f"invalid SEED={seed}",
-            "SEED must be an integer from 0 to 2^32 - 1",
-            "correct it, or unset it for a random one",
-        )
-    if int(count) != 1 or limit or resume:
+        limit = 0 if goal == 1 else MAX_FAILURES
+    if seed is None:
+        return SeriesRequest(goal, limit, None, resume, take_over)
+    if goal != 1 or limit or resume:
         raise ConfigError(
             f"SEED={seed} is for a single run only",
             "each run of a series needs a random seed of its own, or it cannot be submitted",
             "unset SEED, or leave out NEXP, --max-failures and --resume",
         )
-    return SeriesRequest(1, 0, int(seed))
+    return SeriesRequest(1, 0, seed)
 
 
 def require_single_run(request: SeriesRequest) -> None:

@@ -17,6 +17,7 @@ from common import benchmarks
 from common.benchmarks import Download, LogValue
 from common.config import FROZEN_BASE_STORAGE, RunConfig
 from common.model import shapes
+from common.values import folder, of_variable
 
 BENCHMARK = "llama2_70b_lora"
 DATA_FILES = {  # split -> MLCommons' name of its file
@@ -81,8 +82,8 @@ class Rules(benchmarks.Rules):
 
         The miniature has its own base.
         """
-        given = "" if config.miniature else environment.get("MODEL", "")
-        return Path(given or data_dir / "base")
+        given = None if config.miniature else of_variable(environment, "MODEL", folder)
+        return given or data_dir / "base"
 
     def skipped_evaluations(self, global_batch_size: int) -> int:
         """Return the number of intervals without an evaluation at the start of a run.

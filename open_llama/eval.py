@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from common.command_line import Parser, count, imported, program
+from common.command_line import Parser, imported, program
+from common.values import count
 
 
 def parser(benchmark: str = "open_llama") -> Parser:

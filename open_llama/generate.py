@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.command_line import Parser, count, number_between, program
+from common.command_line import Parser, program
 from common.data.preparation import say
 from common.errors import ConfigError
+from common.values import count, number_between, whole_number
 
 if TYPE_CHECKING:  # not at run time: --help must not import it
     from open_llama.tokenizer import Tokenizer
@@ -131,17 +132,6 @@ def with_adapter(model: Any, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, str(folder))
 
 
-def seed(text: str) -> int:
-    """Parse an argument that is a seed of torch: a whole number below 2^64."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if not 0 <= number < 2**64:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 to 2^64 - 1")
-    return number
-
-
 def parser(benchmark: str = "open_llama") -> Parser:
     """Return the parser of `generate`."""
     example = 'open_llama generate RUN/model --prompt "def read(" --tokens 100'
@@ -195,7 +185,11 @@ def parser(benchmark: str = "open_llama") -> Parser:
         help="sample from the most likely tokens with this total probability (default: 0.95)",
     )
     parser.add_argument(
-        "--seed", type=seed, default=1, metavar="N", help="random seed (default: 1)"
+        "--seed",
+        type=whole_number(0, 2**64 - 1),
+        default=1,
+        metavar="N",
+        help="random seed (default: 1)",
     )
     return parser
 

@@ -13,8 +13,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.command_line import Parser, add_command, count, float_or_nan, program
+from common.command_line import Parser, add_command, program
 from common.data.text_inputs import add_text_options
+from common.values import count, number
 
 CHAT = """Convert conversations to token files whose loss counts the answers only.
 
@@ -29,10 +30,10 @@ answer, with the end of its turn. A conversation that the template refuses or re
 
 def fraction(text: str) -> float:
     """Parse an argument that is a number between 0 and 1, both excluded."""
-    number = float_or_nan(text)
-    if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number between 0 and 1")
-    return number
+    value = number(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not between 0 and 1")
+    return value
 
 
 def text(args: argparse.Namespace) -> None:

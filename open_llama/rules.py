@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from common import benchmarks
+from common import benchmarks, values
 from common.benchmarks import LogValue
 from common.config import ANY_GPU, FROZEN_BASE_STORAGE, RunConfig
 from common.data.indexed_dataset_header import (
@@ -23,7 +23,7 @@ from common.data.indexed_dataset_header import (
     stored_sequences,
 )
 from common.model.checkpoint_names import CONFIG
-from common.model.families import FAMILIES, Family, family_of, require_within_window
+from common.model.families import Family, family_of, known_name, require_within_window
 from common.paths import ROOT
 from open_llama.tokenizer import RECORD, are_masked, tokenizer_files
 
@@ -139,7 +139,7 @@ class Config(RunConfig):
         # In the copy of the config in the run's directory, the paths must not depend on the
         # directory from which a command reads it.
         model = self.model
-        if model.lower() not in FAMILIES:
+        if not known_name(model):
             model = from_current_directory(model)
         weights = from_current_directory(self.weights) if self.weights else ""
         return replace(self, model=model, weights=weights)
@@ -292,7 +292,7 @@ def require_schedule(config: Config) -> None:
 
 def model_family(name: str) -> Family:
     """Return the model that the key `model` names. Raises ConfigError."""
-    return family_of(name if name.lower() in FAMILIES else str(in_repository(name)))
+    return family_of(name if known_name(name) else str(in_repository(name)))
 
 
 def base_family(config: Config) -> Family:
@@ -312,7 +312,7 @@ def from_current_directory(path: str) -> str:
     A path that exists in the repository, but not in the current directory, stays relative: the
     examples name models in this way, and their configs are equal on all machines.
     """
-    absolute = Path(path).absolute()
+    absolute = values.path(path).absolute()
     in_root = in_repository(path)
     if in_root.exists() and (not absolute.exists() or absolute.samefile(in_root)):
         return path

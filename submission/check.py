@@ -38,6 +38,7 @@ from submission.examined_log import (
     verdict_of,
 )
 from submission.official_tools import RULESETS
+from submission.options import runs_folder
 
 LOG_NAME = re.compile(r"result.*\.txt")
 
@@ -51,7 +52,7 @@ def parser() -> Parser:
     )
     parser.add_argument(
         "paths",
-        type=Path,
+        type=runs_folder,
         nargs="+",
         metavar="LOG_OR_FOLDER",
         help="log, or folder with result*.txt in it or below it",

@@ -29,6 +29,7 @@ from common.gpu_kinds import KINDS
 from common.machine import inventory
 from common.machine.hardware import probe
 from common.paths import ROOT
+from common.values import gpu_kind, of_variable, spelled_as
 from submission import official_tools, prerequisites
 from submission.log_rules import converts_to_int
 from submission.official_tools import BY_HAND, CLOSED_RULESETS
@@ -164,6 +165,7 @@ def _describe(options: argparse.Namespace) -> int:
     settings = parse_pairs("--set", texts, KEYS)
     if "submitter" in settings:
         prerequisites.require_org("--submitter", settings["submitter"])
+    kind = of_variable(os.environ, "GPU_KIND", gpu_kind) or ""
     gpus = probe()
     if not gpus.devices:
         print(
@@ -171,7 +173,7 @@ def _describe(options: argparse.Namespace) -> int:
             " is described",
             file=sys.stderr,
         )
-    machine = inventory.facts(Path("/"), gpus, os.environ.get("GPU_KIND", ""))
+    machine = inventory.facts(Path("/"), gpus, kind)
     code = describe(options.out, machine, settings, options.ruleset)
     for reason in refused_texts(options.out, read(options.out), os.environ):
         print(f"note: a run that is started now could not be submitted: {reason}", file=sys.stderr)
@@ -258,7 +260,8 @@ def compose(
     description.update(machine)
     description.update(kept)
     description.update(settings)
-    description["status"] = STATUS.get(str(description["status"]).lower(), description["status"])
+    status = spelled_as(str(description["status"]), (*STATUS, *STATUS.values()))
+    description["status"] = STATUS.get(status, status)
     for key, text in kept.items():
         if key not in settings and machine.get(key, text) != text:
             print(

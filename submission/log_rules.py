@@ -14,7 +14,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 
@@ -23,6 +22,7 @@ from common.benchmarks import Rules
 from common.records.json_lines import is_number
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.records.run_record import gpus_of
+from common.suggestions import nearest
 from common.training.mllog import RESERVED_SUBSTRINGS
 from submission.findings import (
     NOTE,
@@ -381,8 +381,8 @@ def misnamed_disclosure(log: Log, rules: Rules) -> Violations:
     for key, events in log.by_key.items():
         if key in DISCLOSURE_KEYS:
             continue
-        for nearest in difflib.get_close_matches(key, missing, n=1, cutoff=0.8):
-            message = f"{key} is not a key of 6.1.0; did you mean {nearest}, which is missing?"
+        if similar := nearest(key, missing, 0.8):
+            message = f"{key} is not a key of 6.1.0; did you mean {similar.ours}, which is missing?"
             yield events[0].line, message
 
 

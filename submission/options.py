@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
+from pathlib import Path
 
-from common.command_line import Parser, meant
+from common.benchmarks import names
+from common.command_line import Parser, pairs_of
 from common.errors import ConfigError, listed
+from common.paths import ROOT, results_folder
+from common.suggestions import meant
+from common.values import path
 
 MAX_LISTED = 8  # names that an error lists
+
+
+def runs_folder(text: str) -> Path:
+    """Parse the path of a log or of a directory of runs. A benchmark's name is its one in LOGDIR.
+
+    In the checkout, the folder of that name holds the benchmark's code.
+    """
+    given = path(text)
+    is_code = given.absolute() == ROOT / text or not given.exists()
+    if text in names() and is_code:
+        return results_folder(os.environ) / text
+    return given
 
 
 def add_series_option(parser: Parser) -> None:
@@ -30,24 +48,12 @@ def parse_pairs(
 
     Raises ConfigError for another form, for a name that is not in `known`, and for a repeated name.
     """
-    values: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"{flag} {text}: expected {form}", "it has no =", f"write {flag} {form}"
-            )
+    values = pairs_of(flag, texts, form)
+    for name, value in values.items():
         if name not in known:
             raise ConfigError(
-                f"{flag} {text}: unknown name {name!r}",
+                f"{flag} {name}={value}: unknown name {name!r}",
                 f"known names: {listed(known, MAX_LISTED)}",
                 meant(name, known, "use one of the known names"),
             )
-        if name in values:
-            raise ConfigError(
-                f"{flag} {text}: {name} is given twice",
-                f"its first value is {values[name]!r}",
-                "give each name once",
-            )
-        values[name] = value.strip()
     return values

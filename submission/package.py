@@ -35,10 +35,11 @@ from typing import Any
 
 from common import benchmarks
 from common.command_line import Parser, program
-from common.errors import CheckFailed, StorageError
+from common.errors import CheckFailed, ConfigError, StorageError
 from common.paths import ROOT
 from common.repository import commit_of, remote_name
 from common.terminal import plural
+from common.values import path
 from submission import describe, implementation, official_tools, rehearsal
 from submission.forbidden_files import forbidden_files
 from submission.options import add_series_option, parse_pairs
@@ -125,8 +126,16 @@ def _package(options: argparse.Namespace) -> int:
     """Package real or, with --rehearse, invented series; return the exit code."""
     if options.rehearse:
         return rehearse(options)
+    sources = parse_pairs("--benchmark", options.benchmark, benchmarks.closed(), "BENCHMARK=DIR")
+    for name, source in sources.items():
+        if not source:
+            raise ConfigError(
+                f"the value of --benchmark {name}= is empty",
+                "it names the LOGDIR of the series",
+                f"write --benchmark {name}=DIR",
+            )
     request = PackageRequest(
-        sources=parse_pairs("--benchmark", options.benchmark, benchmarks.closed(), "BENCHMARK=DIR"),
+        sources=sources,
         system=options.system,
         out=options.out,
         org=options.org,
@@ -168,7 +177,7 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
         for benchmark, source in sources.items():
             series = None
             if source:
-                series = read_series([series_folder(Path(source), benchmark)], options.series)
+                series = read_series([series_folder(path(str(source)), benchmark)], options.series)
             rehearsal.write_series(
                 folder / benchmark,
                 benchmark,

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.benchmarks import divisions
-from common.command_line import meant
+from common.command_line import PROGRAM
 from common.errors import ConfigError
 from common.records import published
 from common.records.published import Published
+from common.suggestions import meant
 from common.text_tables import number
+from common.values import gpu_kind, path
 from submission.output import table
 from submission.series import LocalResult, check_same, read_series, result, ten_runs
 
@@ -28,17 +30,18 @@ def find(text: str, ruleset: str = "", like: Published | None = None) -> Publish
     of GPUs are preferred. Raises ConfigError if nothing matches, if several results still match, or
     if the logs are of another benchmark than `like`.
     """
-    if text and Path(text).exists():
-        return _read(Path(text), ruleset, like)
+    if text and path(text).exists():
+        return _read(path(text), ruleset, like)
     matches = matching(text)
     if like is not None:
         matches = _comparable(matches, like)
     if not matches:
-        kind = like.gpu if like is not None and like.gpu else "GPU"
+        named = gpu_kind(text)
+        kind = named if named in GPUS else like.gpu if like is not None and like.gpu else ""
         raise ConfigError(
             f"no result {text!r}",
             "there is no such file, and no published result has all of these words",
-            f"./run_and_time.sh score --list {kind} lists the published results",
+            f"{PROGRAM} score --list {kind}".strip() + " lists the published results",
         )
     if len(matches) > 1:
         raise ConfigError(
@@ -129,7 +132,7 @@ def listed(gpu: str) -> list[Published]:
     They are sorted by benchmark, GPU kind, number of GPUs and score. Raises ConfigError if there is
     no result on this GPU kind.
     """
-    kind = gpu.upper()
+    kind = gpu_kind(gpu)
     if kind and kind not in GPUS:
         names = sorted(GPUS)
         raise ConfigError(

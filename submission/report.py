@@ -26,7 +26,7 @@ from common.errors import ConfigError, write_text
 from common.records import ledger, tracking
 from common.records.trackers import TRACKERS
 from submission.advice import Advice, advice
-from submission.options import add_series_option
+from submission.options import add_series_option, runs_folder
 from submission.run import Run
 from submission.run_list import RunRow, rows_of
 from submission.run_list_page import run_list_page
@@ -55,7 +55,7 @@ def parser() -> Parser:
     )
     parser.add_argument(
         "directories",
-        type=Path,
+        type=runs_folder,
         nargs="+",
         metavar="DIR",
         help="run directory, LOGDIR/<benchmark>, or LOGDIR; several run directories are compared",
@@ -139,7 +139,7 @@ def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Adv
         text = series_page(read_series([folder], series), folder, refresh_s)
     else:
         raise ConfigError(
-            f"{folder} is not a run",
+            f"{folder} is not a run" if folder.exists() else f"{folder} does not exist",
             _why_no_run(folder),
             "name a run directory, LOGDIR/<benchmark>, or LOGDIR",
         )

@@ -35,6 +35,7 @@ from common.records.json_lines import is_number
 from common.records.run_states import GOOD
 from common.terminal import duration, plural, table
 from common.text_tables import number
+from submission.options import runs_folder
 from submission.run import Run
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
@@ -302,7 +303,7 @@ def parser() -> Parser:
     parser.add_argument(
         "directory",
         nargs="?",
-        type=Path,
+        type=runs_folder,
         metavar="DIR",
         help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or results)",
     )

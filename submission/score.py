@@ -17,19 +17,18 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from common import benchmarks
 from common.benchmarks import OPEN
-from common.command_line import PROGRAM, Parser, complete, count, program
+from common.command_line import PROGRAM, Parser, complete, program
 from common.errors import CheckFailed, ConfigError
 from common.gpu_kinds import KINDS
 from common.records import published
 from common.records.published import Published
+from common.values import count, gpu_kind, path
 from submission.comparison import comparison, comparison_as_dict
 from submission.official_tools import BY_HAND, RULESETS
-from submission.options import add_series_option
+from submission.options import add_series_option, runs_folder
 from submission.published_results import best_published, find, listed, listing, matching
 from submission.score_output import as_dict, report
 from submission.series import check_same, read_series, result, ten_runs
@@ -59,6 +58,7 @@ def parser() -> Parser:
     )
     parser.add_argument(
         "logs",
+        type=lambda text: str(runs_folder(text)),
         nargs="*",
         metavar="DIR_OR_LOG",
         help="LOGDIR/<benchmark>, a folder of result_*.txt, or a log;"
@@ -74,6 +74,7 @@ def parser() -> Parser:
         "--list",
         nargs="?",
         const="",
+        type=gpu_kind,
         metavar="GPU",
         help="list the published results, for all GPU kinds or for one, and exit",
     )
@@ -85,7 +86,7 @@ def parser() -> Parser:
     )
     gpu = parser.add_argument(
         "--gpu",
-        type=str.upper,
+        type=gpu_kind,
         metavar="KIND",
         help="GPU kind, such as H200, if the logs do not name it",
     )
@@ -107,7 +108,7 @@ def _score(options: argparse.Namespace) -> int:
     if options.list is not None:
         return _list_published(options)
     is_comparison = options.against is not None and len(options.logs) == 1
-    if is_comparison and not Path(options.logs[0]).exists():
+    if is_comparison and not path(options.logs[0]).exists():
         return _compare_published(options)
     return _score_series(options)
 
@@ -136,7 +137,7 @@ def _score_series(options: argparse.Namespace) -> int:
     """Print the score of the series at the given paths, and a comparison; return the exit code."""
     for name in options.logs:
         _require_logs(name)
-    series = read_series([Path(name) for name in options.logs], options.series, options.ruleset)
+    series = read_series([path(name) for name in options.logs], options.series, options.ruleset)
     for run in series.runs:
         run.gpu = options.gpu or run.gpu
         run.gpus = options.gpus or run.gpus
@@ -168,7 +169,7 @@ def _score_series(options: argparse.Namespace) -> int:
 
 def _require_logs(name: str) -> None:
     """Raise ConfigError if `name` is not a path but words of a published result."""
-    if Path(name).exists() or name in benchmarks.names() or not matching(name):
+    if path(name).exists() or not matching(name):
         return
     raise ConfigError(
         f"{name!r} names a published result, not a directory or log",

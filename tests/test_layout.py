@@ -57,7 +57,9 @@ BASE = {
     "common.paths",
     "common.process_identity",
     "common.repository",
+    "common.suggestions",
     "common.terminal",
+    "common.values",
     "common.text_tables",
     "common.variables",
 }

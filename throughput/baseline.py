@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.command_line import meant
 from common.errors import CheckFailed, ConfigError, listed
 from common.measure import published, report
 from common.measure.files import read_json, write_json
 from common.measure.tables import Section, Table
 from common.records.json_lines import is_number
+from common.suggestions import meant
 from common.text_tables import number
 
 TOLERANCE = 0.03  # fraction below the baseline that passes, for rows without an entry in LIMITS

@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 
 from common import benchmarks
-from common.command_line import complete, count, existing_path, minutes
+from common.command_line import complete
 from common.model.families import FAMILIES
+from common.values import count, existing_path, minutes
 from throughput.gpt_sizes import SIZES, STAND_INS
 from throughput.shared_options import ByDevice, add, counts
 
@@ -27,9 +28,20 @@ def gemm(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shape",
+        action="append",
+        type=shape_of,
         metavar="MxKxN",
-        help="measure only this shape, such as 8192x8192x8192 (default: seven shapes)",
+        help="measure only this shape, such as 8192x8192x8192; can be repeated (default: seven "
+        "shapes)",
     )
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    """Parse a shape of a product: three numbers with x, * or a comma between them."""
+    sizes = tuple(map(count, re.split("[x*,]", text.lower())))
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"'{text}' has not the form MxKxN")
+    return sizes
 
 
 def llama(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ from common.measure import report
 from common.measure.files import read_json, write_json
 from common.measure.tables import Table
 from common.model.shapes import TokenFlops
+from common.paths import results_folder
 from launch import run_directory
 from throughput.memory import OUT_OF_MEMORY, ran_out_of_memory
 from throughput.timing import spread
@@ -52,7 +53,7 @@ def default_directory(what: str) -> Path:
 
     Raises StorageError if it cannot be created.
     """
-    log_dir = Path(os.environ.get("LOGDIR") or "results")
+    log_dir = results_folder(os.environ)
     return run_directory.create_new(log_dir / "throughput" / f"{what}-{run_directory.date()}")
 
 

@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from common.command_line import count, meant
 from common.errors import ConfigError
 from common.known_issues import installed
 from common.machine.hardware import Probe
 from common.machine.host import cpu_count
+from common.suggestions import meant
+from common.values import count
 from launch.torch_build import require_fitting_torch
 
 MAX = "max"  # --batch max: the largest batch that fits

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from common.atomic_write import naming
-from common.command_line import count
 from common.data.preparation import say
 from common.data.table_documents import (
     PARQUET,
@@ -37,6 +36,7 @@ from common.errors import ConfigError, DataError
 from common.folder_walk import walk
 from common.machine.host import cpu_count
 from common.terminal import plural
+from common.values import count
 
 PART_BYTES = 16 << 20
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")

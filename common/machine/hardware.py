@@ -7,7 +7,6 @@ error, never a guess. Standard library only.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
@@ -17,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
-from common.gpu_kinds import DERIVED_SPEEDS, GIB, KINDS, GpuKind
+from common.gpu_kinds import CARD, DERIVED_SPEEDS, GIB, KINDS, GpuKind, kind_in
 from common.machine.gpu_stats import DriverError, ask_nvidia_smi, key_values, read_text
+from common.suggestions import meant, nearest
 
 # PCI device ID -> product (pci.ids and libdrm's amdgpu.ids, vendor 1002), for drivers that report
 # no product name. VF: virtual function, as seen by a virtual machine. HF: a variant in some clouds.
@@ -43,7 +43,6 @@ AMD_PRODUCTS = {
 # A device with less than this share of its kind's memory is a partition. The largest partitions,
 # DPX and 1/2 MIG, have half of the memory.
 WHOLE_CARD = 0.75
-CARD = re.compile(r"\b(PCIe|NVL)\b")  # in the names of cards that are no SXM modules
 PCI_ORDER = "PCI_BUS_ID"  # value of CUDA_DEVICE_ORDER; CUDA's default is FASTEST_FIRST
 MAX_GPUS = 8  # per node in all supported systems; more devices are partitions
 
@@ -95,12 +94,8 @@ def identify(gpus: Probe, override: str = "", forced: bool = False) -> GpuKind |
     `override` is not their kind. Raises ConfigError without a GPU if `override` is unknown.
     """
     if not gpus.devices:
-        if override and override not in KINDS:
-            raise ConfigError(
-                f"GPU_KIND={override} is unknown",
-                f"the known kinds are {', '.join(KINDS)}",
-                "correct or unset GPU_KIND",
-            )
+        if override:
+            require_known(override)
         return None
     for device in gpus.devices:
         if device.partition:
@@ -122,9 +117,19 @@ def identify(gpus: Probe, override: str = "", forced: bool = False) -> GpuKind |
     return min(kinds, key=lambda kind: kind.memory_bytes)
 
 
+def require_known(name: str) -> None:
+    """Raise ConfigError if `name`, the value of GPU_KIND, is not in KINDS."""
+    if name not in KINDS:
+        raise ConfigError(
+            f"GPU_KIND={name} is unknown",
+            f"the known kinds are {', '.join(KINDS)}",
+            meant(name, KINDS, "correct or unset GPU_KIND"),
+        )
+
+
 def _kind_of(device: Device, gpus: Probe, override: str, forced: bool) -> GpuKind:
     """Return a kind of KINDS, or a kind derived from what the driver reports of `device`."""
-    named = _named_kind(device.name)
+    named = kind_in(device.name)
     known = next((name for name in DERIVED_SPEEDS if re.search(rf"\b{name}\b", device.name)), "")
     product = named or known or (device.name if CARD.search(device.name) else "")
     if override in KINDS and product and product != override and not forced:
@@ -149,16 +154,6 @@ def _kind_of(device: Device, gpus: Probe, override: str, forced: bool) -> GpuKin
         device.memory_bytes,
         *DERIVED_SPEEDS.get(known, (0.0, 0.0, 0.0)),
     )
-
-
-def _named_kind(name: str) -> str:
-    """Return the kind that a product name contains, in any case, or "" if there is none.
-
-    Also returns "" for PCIe cards, which have a lower clock, power and peak than SXM modules.
-    """
-    if CARD.search(name):
-        return ""
-    return next((kind for kind in KINDS if re.search(rf"\b{kind}\b", name, re.IGNORECASE)), "")
 
 
 def _refuse_less_than_whole(device: Device, kind: GpuKind) -> None:
@@ -217,10 +212,10 @@ def config_path(root: Path, benchmark: str, name: str) -> Path:
     path = root / "configs" / benchmark / f"{name}.toml"
     if not path.is_file():
         names = config_names(root, benchmark)
-        similar = difflib.get_close_matches(name, names, 1)
-        suggestion = f"did you mean {similar[0]}? Or " if similar else ""
+        similar = nearest(re.sub(r"(_\w*)?$", "_1x8", name, count=1), names)  # a whole node
+        suggestion = f"did you mean {similar.ours}? Or " if similar else ""
         raise ConfigError(
-            f"there is no config {name} for {benchmark}",
+            f"there is no config {name!r} for {benchmark}",
             f"configs/{benchmark} holds {', '.join(names) or 'none'}",
             f"{suggestion}set DGXSYSTEM to one of them, or DGXNGPU to a number of GPUs that has "
             "one, or give a file with --config",

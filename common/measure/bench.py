@@ -28,7 +28,6 @@ from torch import Tensor
 from common import config as configs
 from common import engines
 from common.benchmarks import config_class, require_layers, rules_of
-from common.command_line import count
 from common.config import RunConfig
 from common.gpu_kinds import GIB
 from common.kernels.attention import attention_backends, attention_engine
@@ -61,6 +60,7 @@ from common.training.metrics import (
     peak_bytes,
 )
 from common.training.warmup import synthetic_batches
+from common.values import count
 
 LEARNING_RATE = 1e-6
 PROFILE_HELP = (

@@ -7,8 +7,8 @@ Standard library only.
 
 from __future__ import annotations
 
-import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,10 @@ from common.atomic_write import naming
 from common.errors import ConfigError, failure_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
 from common.records.json_lines import is_number
+from common.suggestions import meant
 from common.text_tables import number
+from common.values import path as path_of
+from common.values import spelled_as
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ FAMILIES = {
     )
 }
 
+PUBLISHERS = ("meta-llama", "qwen", "mistralai")  # of FAMILIES, on the Hugging Face hub
 MODEL_TYPES = ("llama", "mistral", "qwen3")
 CONTEXT = "max_position_embeddings"  # keys of config.json
 TOKENS = ("bos_token_id", "eos_token_id")
@@ -125,18 +129,32 @@ def shape_of(name_or_path: str) -> ModelShape:
     return family_of(name_or_path).shape
 
 
+def known_name(text: str) -> str:
+    """Return the name in FAMILIES that `text` means, "" if it means none.
+
+    `text` is that name in any case, or the ID of a model on the Hugging Face hub, such as
+    Qwen/Qwen3-8B or meta-llama/Llama-3.1-8B-Instruct.
+    """
+    publisher, _, name = text.rpartition("/")
+    if publisher.lower() in PUBLISHERS:
+        name = re.sub(r"^Meta-|(-Instruct|-Base|-chat)?(-hf)?$", "", name, flags=re.IGNORECASE)
+    elif publisher:
+        return ""
+    name = spelled_as(name, FAMILIES)
+    return name if name in FAMILIES else ""
+
+
 def family_of(name_or_path: str) -> Family:
     """Return a model of FAMILIES, or one that a Hugging Face config.json describes.
 
-    `name_or_path`: a name, or the path of a config.json or of its folder.
+    `name_or_path`: a name or ID (`known_name`), or the path of a config.json or of its folder.
 
     Raises ConfigError if the name is unknown, the file cannot be read, or our blocks do not support
     the model.
     """
-    family = FAMILIES.get(name_or_path.lower())
-    if family is not None:
-        return family
-    path = Path(name_or_path)
+    if name := known_name(name_or_path):
+        return FAMILIES[name]
+    path = path_of(name_or_path)
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
@@ -144,17 +162,14 @@ def family_of(name_or_path: str) -> Family:
     if path.suffix == ".json" or "/" in name_or_path:
         raise ConfigError(
             f"{path}: no such file",
-            "a model is a known name or the path of a config.json",
-            "check the path",
+            f"a model is the path of a config.json, or one of {', '.join(FAMILIES)}",
+            meant(path.name, FAMILIES, "check the path, or download its config.json first"),
         )
-    near = difflib.get_close_matches(name_or_path.lower(), FAMILIES, n=3, cutoff=0.5)
-    why = f"known models are {', '.join(FAMILIES)}"
-    if near:
-        why = f"similar names are {', '.join(near)}"
     raise ConfigError(
-        f"unknown model {name_or_path}",
-        why,
-        "use one of these, or the path of a Hugging Face model's config.json",
+        f"unknown model {name_or_path!r}",
+        f"known models are {', '.join(FAMILIES)}",
+        meant(name_or_path, FAMILIES, "use one of these")
+        + " Or name a Hugging Face model's config.json",
     )
 
 

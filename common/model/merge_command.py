@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.command_line import Parser, existing_path
+from common.command_line import Parser
 from common.model.shapes import ModelShape
+from common.values import existing_path
 
 ABOUT = """Merge trained adapters into the base weights and write the result as a new checkpoint.
 

@@ -10,7 +10,7 @@ Standard library only: the launcher checks before it starts any process.
 from __future__ import annotations
 
 import json
-import re
+from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from common.config import RunConfig
 from common.data.manifest import sampled_facts_of
 from common.errors import ConfigError, DataError, RunError, WeightsError, listed
 from common.model.checkpoint_files import weight_files
+from common.values import count, seconds
 
 CHECKPOINTS_FOLDER = "checkpoints"
 # A file in the run directory by which the launcher asks the ranks to save a checkpoint and end.
@@ -80,18 +81,17 @@ class SavedCheckpoint(NamedTuple):
 
 
 def parse_interval(text: str) -> CheckpointInterval:
-    """Parse --checkpoint: "2" (every second evaluation), "600s". Raises ConfigError."""
-    match = re.fullmatch(r"(\d+)(s?)", text)
-    if not match or int(match[1]) < 1:
+    """Parse --checkpoint: "2" (every second evaluation), "600s" or "10m". Raises ConfigError."""
+    try:
+        if text[-1:].isalpha():
+            return CheckpointInterval(evaluations=0, seconds=seconds(text))
+        return CheckpointInterval(evaluations=count(text), seconds=0.0)
+    except ArgumentTypeError as error:
         raise ConfigError(
             f"--checkpoint: cannot parse {text!r}",
-            "expected a positive number of evaluations, or of seconds with the suffix s",
-            "use --checkpoint 1 for every evaluation, or --checkpoint 600s for every ten minutes",
-        )
-    number = int(match[1])
-    if match[2]:
-        return CheckpointInterval(evaluations=0, seconds=float(number))
-    return CheckpointInterval(evaluations=number, seconds=0.0)
+            f"{error}; without a unit it counts evaluations",
+            "use --checkpoint 1 for every evaluation, or --checkpoint 10m for every ten minutes",
+        ) from None
 
 
 def require_possible(config: RunConfig) -> None:

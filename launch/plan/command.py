@@ -1,7 +1,8 @@
 """Calculate memory and time of a config, or of any model on any GPUs, without a GPU and torch.
 
     <benchmark> plan                      the config for this machine; without a GPU, all configs
-    DGXSYSTEM=B200_1x4 <benchmark> plan   the config for these GPUs, derived if there is no file
+    <benchmark> plan --gpu B200 --gpus 4  the config for these GPUs, derived if there is no file;
+                                          DGXSYSTEM=B200_1x4 is the same
     <benchmark> plan --config FILE        one config; if it has gpu = "any", on this machine
     <benchmark> plan --all                a table of all configs of the benchmark
     <benchmark> plan --scaling GPU        minutes to the target on 1 to 512 of these GPUs
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import textwrap
@@ -32,12 +32,11 @@ from pathlib import Path
 
 from common.benchmarks import closed, config_keys, example_config
 from common.command_line import (
+    PROGRAM,
     Parser,
     add_set_option,
     complete,
-    count,
     exit_code_of,
-    float_or_nan,
     overrides_of,
     refuse_without,
     split_benchmark,
@@ -48,11 +47,12 @@ from common.estimate.mfu import by_parameters, remark, utilization, with_attenti
 from common.estimate.verdict import saving_keys
 from common.estimate.workload import model_workload
 from common.gpu_kinds import KINDS, GpuKind
-from common.machine.hardware import MAX_GPUS, config_names
+from common.machine.hardware import MAX_GPUS, config_names, node_size, require_known
 from common.model.families import FAMILIES, shape_of
 from common.paths import ROOT
 from common.terminal import inform, plural
 from common.text_tables import number
+from common.values import amount, count, gpu_kind, length
 from launch.plan import scaling
 from launch.plan.model import LORA_RANK, chosen, fitting_options, layouts, model_plan
 from launch.plan.plans import (
@@ -71,7 +71,7 @@ from launch.plan.scaling_table import HEAD, MODEL_HEAD, ScalingTable
 from launch.selection.check import FITTED, Choice
 from launch.selection.choose import choose, require_config
 from launch.selection.machine import NO_GPUS, Machine
-from launch.selection.request import Request
+from launch.selection.request import Request, add_config_option
 
 # Training tokens per weight that make the best use of compute (arXiv:2203.15556).
 TOKENS_PER_WEIGHT = 20
@@ -112,9 +112,11 @@ def parser(benchmark: str = "") -> Parser:
     if benchmark:
         shipped = config_names(ROOT, benchmark)
         default = "default: selected for the GPUs found" if shipped else "required"
-        what.add_argument("--config", metavar="FILE", help=f"config file ({default})")
+        add_config_option(what, benchmark, default)
         what.add_argument("--all", action="store_true", help="plan every config of the benchmark")
         add_set_option(parser, config_keys(benchmark))
+        _add_gpu_options(parser, "all of a node")
+        parser.variables = ("DGXSYSTEM", "DGXNGPU", "GPU_KIND")
         parser.add_argument(
             "--write",
             type=Path,
@@ -130,6 +132,7 @@ def parser(benchmark: str = "") -> Parser:
         "--scaling",
         nargs="?",
         const=False,
+        type=gpu_kind,
         choices=KINDS,
         metavar="GPU",
         help="time on 1 to 512 GPUs of this kind (default: this machine's): minutes to the target, "
@@ -171,18 +174,7 @@ def _add_model_options(parser: Parser) -> None:
         help=f"{', '.join(FAMILIES)}, or a Hugging Face config.json",
     )
     complete(model, FAMILIES)
-    parser.add_argument(
-        "--gpu",
-        choices=KINDS,
-        metavar="GPU",
-        help=f"{', '.join(KINDS)} (default: this machine's)",
-    )
-    parser.add_argument(
-        "--gpus",
-        type=count,
-        metavar="N",
-        help="number of GPUs (default: all of this machine; 1 with --gpu)",
-    )
+    _add_gpu_options(parser, "1")
     parser.add_argument(
         "--lora",
         nargs="?",
@@ -192,12 +184,20 @@ def _add_model_options(parser: Parser) -> None:
         metavar="RANK",
         help=f"train adapters of this rank on a frozen base (default rank: {LORA_RANK})",
     )
-    numbers = {
-        "batch": (1, "sequences per GPU and step (default: 1)"),
-        "seq": (8192, "tokens per sequence (default: 8192)"),
-    }
-    for name, (default, text) in numbers.items():
-        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--batch",
+        type=count,
+        default=1,
+        metavar="N",
+        help="sequences per GPU and step (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seq",
+        type=length,
+        default=8192,
+        metavar="N",
+        help="tokens per sequence; 8k is 8192 (default: %(default)s)",
+    )
     parser.add_argument(
         "--precision",
         choices=("bf16", "fp8"),
@@ -213,6 +213,23 @@ def _add_model_options(parser: Parser) -> None:
     )
 
 
+def _add_gpu_options(parser: Parser, with_gpu: str) -> None:
+    """Add --gpu and --gpus. `with_gpu`: the default number if --gpu is given."""
+    parser.add_argument(
+        "--gpu",
+        type=gpu_kind,
+        choices=KINDS,
+        metavar="GPU",
+        help=f"{', '.join(KINDS)} (default: this machine's)",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=count,
+        metavar="N",
+        help=f"number of GPUs (default: all of this machine; with --gpu, {with_gpu})",
+    )
+
+
 def _add_mfu_options(parser: Parser, what: argparse._MutuallyExclusiveGroup) -> None:
     what.add_argument("--mfu", action="store_true", help="calculate the MFU of a measured step")
     group = parser.add_argument_group("with --mfu")
@@ -223,14 +240,6 @@ def _add_mfu_options(parser: Parser, what: argparse._MutuallyExclusiveGroup) -> 
         "peak": "dense FLOP/s of one GPU (default: of --gpu at --precision)",
     }.items():
         group.add_argument(f"--{name}", type=amount, metavar="X", help=text)
-
-
-def amount(text: str) -> float:
-    """Parse an argument that is a positive, finite number, such as 405e9."""
-    number = float_or_nan(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
-    return number
 
 
 def _require_consistent(options: argparse.Namespace) -> None:
@@ -249,7 +258,8 @@ def _require_consistent(options: argparse.Namespace) -> None:
         raise ConfigError(
             "--model is required",
             "plan without a benchmark needs the shape of a model",
-            f"use --model with {', '.join(FAMILIES)}, or a config.json",
+            f"add --model NAME, one of {', '.join(FAMILIES)}, or a config.json; or name a "
+            f"benchmark, as in {PROGRAM} {closed()[-1]} plan",
         )
     if options.scaling and options.gpu not in (None, options.scaling):
         raise ConfigError(
@@ -266,7 +276,11 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
     """Return name -> plan of the configs that the options name, and the lines about them."""
     # `plan` describes configs of any machine: no variable of a real run requires a GPU here.
     request = replace(Request.of(benchmark, options, os.environ), environment={})
-    choice, machine = (None, NO_GPUS) if options.all else _choice(request)
+    if options.gpus:
+        request = replace(request, gpus=options.gpus)
+    if options.gpu:
+        request = replace(request, system="")
+    choice, machine = (None, NO_GPUS) if options.all else _choice(request, options.gpu)
     if choice is None:
         require_config(request)
         if options.write:
@@ -275,7 +289,7 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
                 "all configs are planned"
                 if options.all
                 else "no GPU is visible, so none is chosen",
-                "name one by --config, or its GPUs by DGXSYSTEM, such as DGXSYSTEM=MI355X_2x8",
+                "name one by --config, or its GPUs by --gpu, such as --gpu MI355X",
             )
         plans = all_plans(benchmark, {**request.overrides})
         lines = [plans_table(ALL, plans), "", *fetch_lines(benchmark), SOURCES]
@@ -306,19 +320,30 @@ def _write_config(path: Path, benchmark: str, choice: Choice, overrides: Mapping
     write_text(path, f"{comment}\n{choice.config.as_toml(with_defaults=False)}")
 
 
-def _choice(request: Request) -> tuple[Choice | None, Machine]:
+def _choice(request: Request, gpu: str | None) -> tuple[Choice | None, Machine]:
     """Return the choice to describe, None for all configs, and the machine that it depends on.
 
-    Objections are ignored. The driver is asked only if the config depends on this machine.
+    `gpu`: the GPU kind to plan for. Without a GPU here, GPU_KIND names it too. Objections are
+    ignored. The driver is asked only if the config depends on this machine.
     """
     is_named = request.file is not None or request.system != ""
-    if is_named:
+    if is_named and not gpu:
         choice = choose(request, NO_GPUS)
         if choice.source != FITTED:
             return choice, NO_GPUS
-    machine = Machine.of(os.environ)
+    machine = NO_GPUS if gpu else Machine.of(os.environ)
+    if not machine.gpus and (name := gpu or machine.gpu_kind):
+        require_known(name)
+        kind = KINDS[name]
+        machine = Machine.imagined(kind, request.gpus or node_size(ROOT, kind))
     if machine.kind or is_named:
         return choose(request, machine), machine
+    if request.gpus:
+        raise ConfigError(
+            f"{request.gpus} GPUs of an unknown kind",
+            "no GPU is visible here, and none is named",
+            f"name the kind with --gpu: {', '.join(KINDS)}",
+        )
     return None, machine
 
 
@@ -405,7 +430,7 @@ def _benchmark_scaling(benchmark: str, options: argparse.Namespace, network: flo
         raise ConfigError(
             f"--scaling with {option}",
             f"each number of GPUs gets its own config of {benchmark}",
-            f"leave out {option}, or name one number by DGXSYSTEM, without --scaling",
+            f"leave out {option}, or name one number by --gpu and --gpus, without --scaling",
         )
     if benchmark in closed():
         points = scaling.benchmark_points(benchmark, kind, network)

@@ -28,15 +28,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common import benchmarks
-from common.command_line import (
-    Parser,
-    exit_code_of,
-    meant,
-    number_between,
-    refuse_without,
-    split_benchmark,
-)
+from common import benchmarks, values
+from common.command_line import Parser, exit_code_of, refuse_without, split_benchmark
 from common.config import RunConfig
 from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError
 from common.estimate.memory import host_bytes
@@ -56,7 +49,9 @@ from common.machine.hardware import Probe, node_size
 from common.machine.host import read_host
 from common.paths import ROOT
 from common.repository import commit_of
+from common.suggestions import meant
 from common.terminal import inform
+from common.values import number_between, of_variable, seconds
 from launch.job import Job, Node, directories
 from launch.node_facts import hardware_facts, machine_facts, node_facts
 from launch.preflight import gpus, host, kernel_log
@@ -68,7 +63,7 @@ from launch.processes.supervise import supervise
 from launch.selection.check import GPUS, VERSIONS, Choice, Objection
 from launch.selection.choose import choose, name, require_gpus
 from launch.selection.machine import Machine, add_gpu_kind_option
-from launch.selection.request import Request
+from launch.selection.request import Request, add_config_option
 from launch.torch_build import broken_torch
 
 SECONDS = 3.0  # for which each speed is measured
@@ -144,9 +139,7 @@ def parser(benchmark: str = "") -> Parser:
         ["preflight --quick", "preflight llama31_8b", "preflight --nodes host1,host2"],
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
-    )
+    add_config_option(which, benchmark, "default: selected for the GPUs found")
     which.add_argument("--miniature", action="store_true", help="check for the toy model")
     parser.add_argument(
         "--device",
@@ -154,6 +147,7 @@ def parser(benchmark: str = "") -> Parser:
         help="device to check (default: the GPUs if there are any; cuda includes ROCm)",
     )
     add_gpu_kind_option(parser)
+    parser.variables = ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "MODEL")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--quick",
@@ -177,7 +171,7 @@ def _add_node_options(parser: Parser) -> None:
     )
     several.add_argument(
         "--deadline",
-        type=number_between(1, 7200),
+        type=number_between(1, 7200, seconds),
         default=OF_NODES["deadline"],
         metavar="S",
         help="seconds for the checks of each host by itself (default: 600)",
@@ -359,9 +353,8 @@ def host_rows(
         rows.append(host.judge_rdma({**environment, **request.env}))
     if benchmark:
         rows.append(host.judge_read_folder("DATADIR", data_dir, request.miniature))
-    if environment.get("MODEL"):
-        model_dir = Path(environment["MODEL"]).absolute()
-        rows.append(host.judge_read_folder("MODEL", model_dir, request.miniature))
+    if model_dir := of_variable(environment, "MODEL", values.folder):
+        rows.append(host.judge_read_folder("MODEL", model_dir.absolute(), request.miniature))
     rows.append(host.judge_log_folder(log_dir))
     if request.device == "cuda":
         rows.append(host.judge_system_tuning())

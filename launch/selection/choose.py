@@ -125,17 +125,12 @@ def name(request: Request, machine: Machine) -> Named:
     """Name the config file.
 
     In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs and the
-    nodes of a Slurm job select it. Raises ConfigError for an empty --config, and the errors of
-    `require_gpus`.
+    nodes of a Slurm job select it. Raises the errors of `require_gpus`.
     """
     require_gpus(request, machine)
     folder = _shipped(request)
     if request.miniature:
         return Named(folder / "CPU_1x1.toml", "--miniature was given")
-    if request.file == "":
-        raise ConfigError(
-            "--config names no file", "its value is empty", "name a file, or leave out --config"
-        )
     if request.file:
         return Named(Path(request.file), "--config names it")
     if request.system:
@@ -192,8 +187,7 @@ def _gpus_in(name: str, machine: Machine) -> tuple[GpuKind | None, int, int] | N
 
 
 def _require_own(benchmark: str, path: Path) -> None:
-    """Raise ConfigError if `path` is a config of another benchmark, or if it does not exist but
-    stands for a file in configs/.
+    """Raise ConfigError if `path` is a config of another benchmark.
 
     A file in configs/ belongs to the benchmark of its folder, any other file to `benchmark`.
     """
@@ -205,11 +199,6 @@ def _require_own(benchmark: str, path: Path) -> None:
             f"{path} is a config of {folder.name}",
             f"it is in configs/{folder.name}, and the command is for {benchmark}",
             f"{PROGRAM} {folder.name} ... --config {path}",
-        )
-    meant = Path("configs", benchmark, f"{path.name.removesuffix('.toml')}.toml")
-    if not exists and os.path.isfile(ROOT / meant):
-        raise ConfigError(
-            f"{path}: no such config", "the file does not exist", f"did you mean {meant}?"
         )
 
 

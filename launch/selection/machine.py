@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from common import values
 from common.config import RunConfig
 from common.errors import ConfigError
 from common.estimate.links import NETWORK_GB_S
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.machine.hardware import Device, Probe, identify, probe
+from common.suggestions import meant
+from common.values import of_variable
 
 # Reason of an error if a GPU is needed and none is visible.
 NO_GPU = "no driver answers, or *_VISIBLE_DEVICES hides all GPUs, or this is another machine"
@@ -39,7 +41,8 @@ class Machine:
         Raises PreflightError if a driver is installed but does not answer.
         """
         gpus = Probe("none") if device == "cpu" else probe(environment)
-        return cls(gpus, gpu_kind or environment.get("GPU_KIND", ""), bool(gpu_kind))
+        named = of_variable(environment, "GPU_KIND", values.gpu_kind) or ""
+        return cls(gpus, gpu_kind or named, bool(gpu_kind))
 
     @classmethod
     def imagined(cls, kind: GpuKind, gpus: int, network_gb_s: float = NETWORK_GB_S) -> Machine:
@@ -90,6 +93,7 @@ def add_gpu_kind_option(parser: argparse.ArgumentParser) -> None:
     """Add --gpu-kind, a kind that precedes the driver's name of the GPUs."""
     parser.add_argument(
         "--gpu-kind",
+        type=values.gpu_kind,
         choices=list(KINDS),
         metavar="KIND",
         help="treat the GPUs as this kind, whatever the driver names them (not for submission)",
@@ -98,6 +102,5 @@ def add_gpu_kind_option(parser: argparse.ArgumentParser) -> None:
 
 def unknown_kind(name: str) -> ConfigError:
     """Return the error for a config whose `gpu` is not a known kind."""
-    near = difflib.get_close_matches(name.upper(), KINDS, 3, 0.5)
-    do = f"did you mean {' or '.join(near)}?" if near else "choose one of them"
-    return ConfigError(f"gpu = {name!r} is unknown", f"known are {', '.join(KINDS)}", do)
+    why = "common/gpu_kinds.py has no GPU kind of this name"
+    return ConfigError(f"gpu = {name!r} is unknown", why, meant(name, KINDS))

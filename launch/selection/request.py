@@ -5,9 +5,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from common.command_line import overrides_of
-from common.errors import ConfigError
+from common.machine.hardware import config_names, config_path
+from common.paths import ROOT
+from common.values import config_name, count, of_variable, path
+
+
+def add_config_option(group: Any, benchmark: str, default: str) -> None:
+    """Add --config, a path, or the name of a file in the benchmark's folder of configs/."""
+
+    def config_file(text: str) -> str:
+        file = path(text)
+        name = config_name(text)
+        folders = (Path(), Path("configs"), Path("configs", benchmark))
+        is_named = file.parent in folders and name in config_names(ROOT, benchmark)
+        if is_named and not file.exists():
+            file = config_path(ROOT, benchmark, name)
+        return str(file)
+
+    group.add_argument(
+        "--config", type=config_file, metavar="FILE", help=f"config file ({default})"
+    )
 
 
 @dataclass(frozen=True)
@@ -37,8 +58,8 @@ class Request:
         return cls(
             benchmark,
             file=options.config,
-            system=environment.get("DGXSYSTEM", "").removesuffix(".toml"),
-            gpus=_requested_gpus(environment),
+            system=of_variable(environment, "DGXSYSTEM", config_name) or "",
+            gpus=of_variable(environment, "DGXNGPU", count) or 0,
             nodes=step_nodes(environment) or 1,
             miniature=getattr(options, "miniature", False),
             overrides=overrides_of(getattr(options, "set", ())),
@@ -55,13 +76,3 @@ def step_nodes(environment: Mapping[str, str]) -> int:
     """
     text = environment.get("SLURM_STEP_NUM_NODES", "")
     return int(text) if text.isdecimal() and environment.get("MASTER_ADDR") else 0
-
-
-def _requested_gpus(environment: Mapping[str, str]) -> int:
-    """Return DGXNGPU, 0 if it is not set. Raise ConfigError if it is not a number of GPUs."""
-    text = environment.get("DGXNGPU", "")
-    if text and (not text.isdecimal() or int(text) < 1):
-        raise ConfigError(
-            f"invalid DGXNGPU={text}", "DGXNGPU must be a positive integer", "correct or unset it"
-        )
-    return int(text or 0)

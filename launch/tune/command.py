@@ -18,18 +18,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.atomic_write import write_whole
-from common.command_line import Parser, minutes
+from common.command_line import Parser
 from common.errors import ConfigError, Interrupted, RunError
 from common.known_issues import installed
 from common.paths import ROOT
 from common.repository import commit_of
 from common.terminal import Progress, inform, print_stderr, shown
+from common.values import minutes
 from launch import diagnosis, run_directory
 from launch.job import Job, job_from, torchrun_command, trainer_environment
 from launch.job_command import (
     job_main,
     job_parser,
-    note_on_software,
+    note_refusal,
     print_header,
     require_software,
 )
@@ -78,7 +79,7 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
             "tune a config for one node, then set nodes in its file",
         )
     if options.print:
-        note_on_software(job)
+        note_refusal(require_software, job)
         print_candidates(job)
         return 0
     require_software(job)

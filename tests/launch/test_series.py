@@ -301,7 +301,6 @@ def test_what_can_be_requested():
         ({"SEED": "7", "NEXP": "3"}, None, False),
         ({"SEED": "7"}, 1, False),
         ({"SEED": "7"}, None, True),
-        ({}, -1, False),
     ],
 )
 def test_what_cannot_be_requested(environment, max_failures, resume):

@@ -139,7 +139,7 @@ def is_environment(node: ast.expr) -> bool:
 
 
 def variable_expressions(tree: ast.Module) -> Iterator[ast.expr]:
-    """Yield the names of variables in environ[X], environ.get(X) and X in environ."""
+    """Yield the names of variables in environ[X], environ.get(X), X in environ and of_variable."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and is_environment(node.value):
             yield node.slice
@@ -152,6 +152,8 @@ def variable_expressions(tree: ast.Module) -> Iterator[ast.expr]:
             and is_environment(node.func.value)
         ):
             yield node.args[0]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "of_variable":
+            yield node.args[1]
 
 
 def variables() -> set[str]:

@@ -62,7 +62,9 @@ def node_names(text: str) -> list[str]:
             ).stdout
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(
-                f"--nodes {text} cannot be expanded", str(error), "separate the hosts by commas"
+                f"--nodes {text!r} cannot be expanded",
+                f"scontrol, which expands a list of Slurm, failed: {error}",
+                "separate the hosts by commas",
             ) from None
     names = text.replace(",", " ").split()
     wrong = [name for name in names if not NODE.fullmatch(name) or name.startswith("-")]

@@ -912,9 +912,8 @@ def test_without_a_benchmark_the_machine_alone_is_checked(monkeypatch, capsys):
         and "DATADIR" not in rows
     )
     assert rows["measuring processes"].verdict == "ok" and "LOGDIR" in " ".join(rows)
-    for file in ("x.toml", ""):
-        assert preflight_command.main(["--config", file]) == 2
-        assert "--config needs a benchmark" in capsys.readouterr().err
+    assert preflight_command.main(["--config", "x.toml"]) == 2
+    assert "--config needs a benchmark" in capsys.readouterr().err
 
 
 def test_a_derived_config_is_named(monkeypatch):
