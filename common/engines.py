@@ -353,12 +353,15 @@ class EngineChoices:
     faster: tuple[Faster, ...]  # faster engines that are not used
     untimed: tuple[str, ...] = ()  # operations with several usable engines, which the ranks time
 
-    def lines(self) -> list[str]:
-        """Return lines for the screen."""
+    def __str__(self) -> str:
         used = ", ".join(f"{operation} {text}" for operation, text in self.versions.items())
         if self.untimed:
             used += f" (by the order of the list; the ranks time {', '.join(self.untimed)})"
-        return [f"engines    {used}", *(f"NOTE       {note}" for note in self._notes())]
+        return used
+
+    def lines(self) -> list[str]:
+        """Return lines for the screen."""
+        return [f"engines    {self}", *(f"NOTE       {note}" for note in self._notes())]
 
     def _notes(self) -> list[str]:
         """Return why each faster engine is not used. Engines of one command share a text."""
