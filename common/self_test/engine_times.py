@@ -35,14 +35,13 @@ from common.paths import cache_folder
 from common.self_test.kernel_cases import Draw, Sizes
 from common.self_test.results import Check, EngineChoice, OpResult, freed_memory
 from common.sharding.processes import of_all_ranks
+from common.variables import Use, select
 
 GAIN = 0.02  # a smaller relative gain keeps the order
 MEASUREMENTS = 2
 ROUNDS = 5  # timed blocks of each engine in a measurement, in turns
 BLOCK_S = 0.02  # duration of a block, or of one layer if that takes longer
 LOAD_S = 0.1
-# Beginnings of the variables that select a library below torch's own engines.
-LIBRARY_VARIABLES = ("TORCH_ROCM_", "TORCH_BLAS_", "PYTORCH_TUNABLEOP_", "HIPBLASLT_")
 
 Times = dict[str, list[float]]  # engine -> ms of one layer in each measurement
 
@@ -231,9 +230,6 @@ def key_of(operation: Operation, choice: Choice, sizes: Sizes, device: torch.dev
     """Return what decides the times of the usable engines. Its values are those of JSON."""
     layer = replace(sizes, shape=replace(sizes.shape, num_layers=1))
     is_swiglu = operation.name == engines.SWIGLU
-    variables = {
-        name: value for name, value in os.environ.items() if name.startswith(LIBRARY_VARIABLES)
-    }
     return {
         "operation": operation.name,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -241,7 +237,7 @@ def key_of(operation: Operation, choice: Choice, sizes: Sizes, device: torch.dev
         "engines": [str(engine) for engine in choice.usable],
         # One of SwiGLU's engines is a product and a kernel.
         "products": engines.used().get(engines.PRODUCTS, "") if is_swiglu else "",
-        "variables": variables,
+        "variables": select(Use.KERNELS, os.environ),
         "layer": str(layer),
     }
 
