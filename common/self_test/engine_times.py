@@ -77,11 +77,10 @@ def choose_engine(
     comparable = all(others == names for others in of_all_ranks(names)) and len(names) > 1
     kept: Times = {}
     key: dict = {}
-    if comparable:
-        if is_rank_0():
-            key = key_of(operation, first, sizes, draw.device)
-            kept = read_times(key, names, notes)
-        kept = of_all_ranks(kept)[0]
+    if comparable and is_rank_0():
+        key = key_of(operation, first, sizes, draw.device)
+        kept = read_times(key, names, notes)
+    kept = of_all_ranks(kept)[0]
     candidates = names if comparable else names[:1]
     results = test_engines(operation, [fastest(kept)] if kept else candidates, test)
     passed = [name for name, found in results.items() if all(each.good for each in found)]
@@ -257,12 +256,12 @@ def read_times(key: dict, names: list[str], notes: list[str]) -> Times:
     try:
         record = json.loads(path.read_text())
         times = record["ms"]
-        values = [value for name in names for value in times[name]]
         is_whole = record["key"] == key and list(times) == names
-        if not is_whole or any(len(of_engine) != MEASUREMENTS for of_engine in times.values()):
+        for of_engine in times.values():
+            good = [type(value) is float and 0 < value < math.inf for value in of_engine]
+            is_whole = is_whole and good == MEASUREMENTS * [True]
+        if not is_whole:
             raise ValueError("it lacks times, or is of another machine")
-        if not all(type(value) is float and 0 < value < math.inf for value in values):
-            raise ValueError("a time is not a positive number")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
