@@ -147,25 +147,20 @@ _chosen: dict[tuple[str, str, str, str], Choice] = {}
 
 
 @dataclass(frozen=True)
-class Obstacle:
-    """The reason why an engine cannot be used."""
+class Unusable:
+    """A faster engine that cannot be used. Its text says why, and how to install it."""
 
+    name: str  # operation and engine
     reason: str
     install: str = ""  # command that installs the engine; "" if none helps
 
     def __str__(self) -> str:
+        return f"{self.name} would be faster: {self.why}"
+
+    @property
+    def why(self) -> str:
+        """The reason, and the command that helps."""
         return f"{self.reason}: {self.install}" if self.install else self.reason
-
-
-@dataclass(frozen=True)
-class Faster:
-    """A faster engine that is not used. Its text says why, and how to install it."""
-
-    name: str  # operation and engine
-    obstacle: Obstacle
-
-    def __str__(self) -> str:
-        return f"{self.name} would be faster: {self.obstacle}"
 
 
 @dataclass(frozen=True)
@@ -174,7 +169,7 @@ class Choice:
 
     engine: Engine
     pinned: bool
-    faster: tuple[Faster, ...] = ()  # those before the first usable one in the order
+    faster: tuple[Unusable, ...] = ()  # those before the first usable one in the order
     usable: tuple[Engine, ...] = ()  # in the order; empty if an engine is pinned
 
 
@@ -214,14 +209,14 @@ def choose(
     pin = pin_of(operation, environment)
     if pin:
         return Choice(_pinned(operation, pin, gpu, dtype), pinned=True)
-    faster: list[Faster] = []
+    faster: list[Unusable] = []
     usable: list[Engine] = []
     for engine in _order(operation, gpu, dtype):
         obstacle = _obstacle(operation, engine, gpu)
         if not obstacle:
             usable.append(engine)
         elif not usable:
-            faster.append(Faster(f"{operation} by {engine.name}", obstacle))
+            faster.append(obstacle)
     return Choice(usable[0], pinned=False, faster=tuple(faster), usable=tuple(usable))
 
 
@@ -250,21 +245,21 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
         raise ConfigError(what, why, unset)
     obstacle = _obstacle(operation, engine, gpu)
     if obstacle:
-        raise ConfigError(what, str(obstacle), unset)
+        raise ConfigError(what, obstacle.why, unset)
     return engine
 
 
-def _obstacle(operation: str, engine: Engine, gpu: str) -> Obstacle | None:
+def _obstacle(operation: str, engine: Engine, gpu: str) -> Unusable | None:
     """Return why the engine cannot be used, or None if it can."""
-    if engine.package:
-        version = version_of(engine.package)
-        if not version:
-            return Obstacle(f"{engine.package} is not installed", engine.advice(gpu))
-        if engine.oldest and version_key(version) < version_key(engine.oldest):
-            old = f"{engine.package} {version} is older than {engine.oldest}"
-            return Obstacle(f"{old}, and {engine.because}", engine.advice(gpu))
+    name = f"{operation} by {engine.name}"
+    version = version_of(engine.package) if engine.package else ""
+    if engine.package and not version:
+        return Unusable(name, f"{engine.package} is not installed", engine.advice(gpu))
+    if engine.oldest and version_key(version) < version_key(engine.oldest):
+        old = f"{engine.package} {version} is older than {engine.oldest}"
+        return Unusable(name, f"{old}, and {engine.because}", engine.advice(gpu))
     rejected = _rejected.get((operation, engine.name), "")
-    return Obstacle(rejected) if rejected else None
+    return Unusable(name, rejected) if rejected else None
 
 
 def version_key(text: str) -> tuple:
@@ -350,26 +345,29 @@ class EngineChoices:
 
     names: dict[str, str]  # operation -> engine
     versions: dict[str, str]  # operation -> engine with the version of its package
-    faster: tuple[Faster, ...]  # faster engines that are not used
+    faster: tuple[Unusable, ...]
     untimed: tuple[str, ...] = ()  # operations with several usable engines, which the ranks time
 
-    def lines(self) -> list[str]:
-        """Return lines for the screen."""
+    def __str__(self) -> str:
         used = ", ".join(f"{operation} {text}" for operation, text in self.versions.items())
         if self.untimed:
             used += f" (by the order of the list; the ranks time {', '.join(self.untimed)})"
-        return [f"engines    {used}", *(f"NOTE       {note}" for note in self._notes())]
+        return used
+
+    def lines(self) -> list[str]:
+        """Return lines for the screen."""
+        return [f"engines    {self}", *(f"NOTE       {note}" for note in self._notes())]
 
     def _notes(self) -> list[str]:
         """Return why each faster engine is not used. Engines of one command share a text."""
-        groups: dict[str, list[Faster]] = {}
+        groups: dict[str, list[Unusable]] = {}
         for engine in self.faster:
-            groups.setdefault(engine.obstacle.install or str(engine), []).append(engine)
+            groups.setdefault(engine.install or str(engine), []).append(engine)
         notes = []
         for group in groups.values():
             names = " and ".join(engine.name for engine in group)
-            reasons = "; ".join(engine.obstacle.reason for engine in group)
-            notes.append(str(Faster(names, Obstacle(reasons, group[0].obstacle.install))))
+            reasons = "; ".join(engine.reason for engine in group)
+            notes.append(str(Unusable(names, reasons, group[0].install)))
         return notes
 
 
@@ -385,7 +383,7 @@ def choose_engines(
             choose(operation, gpu, environment, dtype)
     names: dict[str, str] = {}
     versions: dict[str, str] = {}
-    faster: list[Faster] = []
+    faster: list[Unusable] = []
     untimed: list[str] = []
     for operation in operations:
         choice = choose(operation, gpu, environment, dtype)

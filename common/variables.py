@@ -1,7 +1,8 @@
 """Environment variables that the project reads or passes on, and how each is used.
 
-This is the one table. docs/settings.md is generated from it. versions.json, the comparison of
-nodes, and packaged submissions select their variables by it. The scripts that start containers run
+This is the one table. docs/settings.md is generated from it. versions.json, the comparison and the
+preflight of nodes, the kept times of engines, and packaged submissions select their variables by
+it. The scripts that start containers run
 `python3 -I common/variables.py CONTAINER` (or POD), which prints the names of the variables to hand
 over, one a line.
 
@@ -28,12 +29,14 @@ class Use(Flag):
     RECORDED = auto()  # in versions.json
     COMPARED = auto()  # must be equal on all nodes
     PACKAGED = auto()  # must be equal in all runs of a submission, whose run_and_time.sh exports it
+    NODES = auto()  # `preflight --nodes` hands it to each node
+    KERNELS = auto()  # changes kernels: with another value, engines are timed again
 
 
 HANDED = Use.CONTAINER | Use.POD
 # Changes kernels, or the transport between GPUs.
 TUNING = Use.RECORDED | Use.COMPARED | Use.PACKAGED
-LIBRARY = HANDED | TUNING
+LIBRARY = HANDED | TUNING | Use.NODES
 CONFIG = "user, or a config's [env]"
 
 # (who sets them, use, {name: meaning}). A name that ends with "*" is a prefix of variables that
@@ -41,14 +44,12 @@ CONFIG = "user, or a config's [env]"
 DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
     (
         "user",
-        HANDED,
+        HANDED | Use.NODES,
         {
             "DATADIR": "directory of the benchmark's data (default: `data/` in the checkout)",
             "MODEL": "directory of the weights that LoRA fine-tunes, Llama 2 70B (default: under"
             " DATADIR)",
             "LOGDIR": "directory of all results (default: `results/` in the checkout)",
-            "NEXP": "number of good runs that a series makes (default: 1)",
-            "SEED": "seed of a single run, for debugging (default: random)",
             "DGXSYSTEM": "name of the config under `configs/<benchmark>/` (default: selected for"
             " the GPUs found)",
             "DGXNGPU": "number of GPUs to use on this node (default: all that are visible)",
@@ -59,6 +60,14 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
             " GPUs, such as `1x8 H200`)",
             # Also a misspelled name, so that the launcher in the container sees it.
             "MLPERF_SUBMISSION_*": "no meaning",
+        },
+    ),
+    (
+        "user",
+        HANDED,
+        {
+            "NEXP": "number of good runs that a series makes (default: 1)",
+            "SEED": "seed of a single run, for debugging (default: random)",
             "WANDB_PROJECT": "project of `--track wandb` (default: mlperf-llama-training)",
             "MLFLOW_TRACKING_URI": "server of `--track mlflow` (default: `mlflow.db` in the run's"
             " directory)",
@@ -71,7 +80,7 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
     ),
     (
         "user",
-        HANDED | Use.RECORDED | Use.PACKAGED,
+        HANDED | Use.NODES | Use.RECORDED | Use.PACKAGED,
         {
             "GPU_KIND": "GPU kind, for GPUs whose driver reports no known name (--gpu-kind precedes"
             " the name)",
@@ -122,7 +131,8 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
     ),
     (
         CONFIG,
-        HANDED | Use.RECORDED,  # a run's engines are compared and packaged instead
+        # A run's engines are compared and packaged instead.
+        HANDED | Use.NODES | Use.RECORDED,
         {
             "ATTENTION_ENGINE": "engine of attention (default: the fastest one that is installed):"
             " `sdpa`, `flash_attention_4`, `aiter`, `transformer_engine` or `repeated_heads`",
@@ -148,8 +158,6 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
         {
             "ZERO_STREAM_PRIORITY": "priority of the stream that reduces gradients: 0 (default), or"
             " -1 for high",
-            "TORCH_ROCM_FA_PREFER_CK": "`1`: Composable Kernel for attention on ROCm; a run that"
-            " would not use it is refused",
             "PYTORCH_ALLOC_CONF": "settings of torch's allocator; read to interpret a peak of"
             " reserved memory",
             "PYTORCH_CUDA_ALLOC_CONF": "the same, older name",
@@ -180,6 +188,18 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
     ),
     (
         CONFIG,
+        LIBRARY | Use.PATHS | Use.KERNELS,
+        {
+            "TORCH_ROCM_FA_PREFER_CK": "`1`: Composable Kernel for attention on ROCm; a run that"
+            " would not use it is refused",
+            "TORCH_ROCM_*": "torch on ROCm",
+            "PYTORCH_TUNABLEOP_*": "torch's TunableOp",
+            "AMDGCN_*": "Triton on AMD GPUs",
+            "HIPBLASLT_*": "hipBLASLt",
+        },
+    ),
+    (
+        CONFIG,
         LIBRARY | Use.PATHS,
         {
             "NCCL_*": "NCCL, and RCCL",
@@ -187,23 +207,26 @@ DECLARED: tuple[tuple[str, Use, dict[str, str]], ...] = (
             "GLOO_*": "gloo",
             "TORCH_NCCL_*": "torch's process group of NCCL and RCCL",
             "TORCH_FR_*": "torch's flight recorder of collectives",
-            "TORCH_ROCM_*": "torch on ROCm",
-            "PYTORCH_*": "torch's allocator and TunableOp",
+            "PYTORCH_*": "torch's allocator",
             "HSA_*": "ROCm's runtime",
-            "AMDGCN_*": "Triton on AMD GPUs",
-            "HIPBLASLT_*": "hipBLASLt",
         },
     ),
     (
         CONFIG,
         LIBRARY,
         {
-            "TORCH_*": "torch",
             "CUDA_*": "CUDA",
-            "CUBLAS*": "cuBLAS and cuBLASLt",
-            "CUDNN_*": "cuDNN",
             "HIP_*": "HIP",
             "GPU_MAX_*": "queues of HIP",
+        },
+    ),
+    (
+        CONFIG,
+        LIBRARY | Use.KERNELS,
+        {
+            "TORCH_*": "torch",
+            "CUBLAS*": "cuBLAS and cuBLASLt",
+            "CUDNN_*": "cuDNN",
             "NVTE_*": "Transformer Engine",
             "AITER_*": "AITER",
             "TRITON_*": "Triton",
@@ -308,7 +331,7 @@ def use_of(name: str) -> Use:
     if variable.is_prefix and PATH.search(name):
         use &= ~(Use.COMPARED | Use.PACKAGED)
         if Use.PATHS not in use:
-            use &= ~HANDED
+            use &= ~(HANDED | Use.NODES | Use.KERNELS)
     elif variable.is_prefix and OF_ONE_NODE.search(name):
         use &= ~(Use.COMPARED | Use.PACKAGED)
     return use

@@ -54,6 +54,17 @@ def test_what_belongs_to_one_host_is_recorded_only(name):
     assert use_of(name) & TUNING == Use.RECORDED
 
 
+def test_variables_of_libraries_of_kernels_time_the_engines_again():
+    libraries = names_in(
+        """
+        AITER_X AMDGCN_USE_BUFFER_OPS CUBLAS_WORKSPACE_CONFIG HIPBLASLT_TUNING_FILE NVTE_FUSED_ATTN
+        PYTORCH_TUNABLEOP_FILENAME TORCH_BLAS_PREFER_HIPBLASLT TORCH_ROCM_FA_PREFER_CK TRITON_X
+        """
+    )
+    others = names_in("NCCL_ALGO PYTORCH_ALLOC_CONF TRITON_CACHE_DIR AITER_JIT_DIR DATADIR SEED")
+    assert [*select(Use.KERNELS, dict.fromkeys(libraries + others, "1"))] == libraries
+
+
 @pytest.mark.parametrize(
     "name",
     names_in(

@@ -23,6 +23,7 @@ from common.errors import Interrupted, RunError
 from common.machine.host import cpu_count
 from common.measure.tables import Column, Plot, PublishedValues, Table, time_columns
 from common.model.shapes import TokenFlops
+from common.variables import Use, select
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
 from throughput import links, ranks, shared_options
@@ -143,9 +144,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
         # On AMD this is RCCL's version.
         result.data["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     model, request = request_for(options, result)
-    for name, value in sorted(os.environ.items()):
-        if name.startswith(("NCCL_", "RCCL_")):
-            result.data["machine"][name] = value
+    result.data["machine"] |= select(Use.COMPARED, os.environ)
     counts = options.gpus or [gpus for gpus in (1, 2, 4, 8) if gpus <= available]
     for gpus in sorted(set(counts)):  # a number is not compared with itself
         processes = "process" if gpus == 1 else "processes"

@@ -35,14 +35,13 @@ from common.paths import cache_folder
 from common.self_test.kernel_cases import Draw, Sizes
 from common.self_test.results import Check, EngineChoice, OpResult, freed_memory
 from common.sharding.processes import of_all_ranks
+from common.variables import Use, select
 
 GAIN = 0.02  # a smaller relative gain keeps the order
 MEASUREMENTS = 2
 ROUNDS = 5  # timed blocks of each engine in a measurement, in turns
 BLOCK_S = 0.02  # duration of a block, or of one layer if that takes longer
 LOAD_S = 0.1
-# Beginnings of the variables that select a library below torch's own engines.
-LIBRARY_VARIABLES = ("TORCH_ROCM_", "TORCH_BLAS_", "PYTORCH_TUNABLEOP_", "HIPBLASLT_")
 
 Times = dict[str, list[float]]  # engine -> ms of one layer in each measurement
 
@@ -78,11 +77,10 @@ def choose_engine(
     comparable = all(others == names for others in of_all_ranks(names)) and len(names) > 1
     kept: Times = {}
     key: dict = {}
-    if comparable:
-        if is_rank_0():
-            key = key_of(operation, first, sizes, draw.device)
-            kept = read_times(key, names, notes)
-        kept = of_all_ranks(kept)[0]
+    if comparable and is_rank_0():
+        key = key_of(operation, first, sizes, draw.device)
+        kept = read_times(key, names, notes)
+    kept = of_all_ranks(kept)[0]
     candidates = names if comparable else names[:1]
     results = test_engines(operation, [fastest(kept)] if kept else candidates, test)
     passed = [name for name, found in results.items() if all(each.good for each in found)]
@@ -231,9 +229,6 @@ def key_of(operation: Operation, choice: Choice, sizes: Sizes, device: torch.dev
     """Return what decides the times of the usable engines. Its values are those of JSON."""
     layer = replace(sizes, shape=replace(sizes.shape, num_layers=1))
     is_swiglu = operation.name == engines.SWIGLU
-    variables = {
-        name: value for name, value in os.environ.items() if name.startswith(LIBRARY_VARIABLES)
-    }
     return {
         "operation": operation.name,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -241,7 +236,7 @@ def key_of(operation: Operation, choice: Choice, sizes: Sizes, device: torch.dev
         "engines": [str(engine) for engine in choice.usable],
         # One of SwiGLU's engines is a product and a kernel.
         "products": engines.used().get(engines.PRODUCTS, "") if is_swiglu else "",
-        "variables": variables,
+        "variables": select(Use.KERNELS, os.environ),
         "layer": str(layer),
     }
 
@@ -261,12 +256,12 @@ def read_times(key: dict, names: list[str], notes: list[str]) -> Times:
     try:
         record = json.loads(path.read_text())
         times = record["ms"]
-        values = [value for name in names for value in times[name]]
         is_whole = record["key"] == key and list(times) == names
-        if not is_whole or any(len(of_engine) != MEASUREMENTS for of_engine in times.values()):
+        for of_engine in times.values():
+            good = [type(value) is float and 0 < value < math.inf for value in of_engine]
+            is_whole = is_whole and good == MEASUREMENTS * [True]
+        if not is_whole:
             raise ValueError("it lacks times, or is of another machine")
-        if not all(type(value) is float and 0 < value < math.inf for value in values):
-            raise ValueError("a time is not a positive number")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -41,7 +41,7 @@ from common.self_test.kernels import compile_kernels_in_background, kernel_check
 from common.self_test.products import product_checks, product_work
 from common.self_test.results import Check, OpResult, SelfTestResult, freed_memory
 from common.self_test.swiglu import may_fuse_swiglu, swiglu_checks, swiglu_work
-from common.sharding.processes import Processes
+from common.sharding.processes import of_all_ranks
 
 
 def self_test(
@@ -144,13 +144,10 @@ def run_checks(
     return results
 
 
-def require_equal_engines(result: SelfTestResult, processes: Processes) -> None:
+def require_equal_engines(result: SelfTestResult) -> None:
     """Raise PreflightError if a rank uses other engines than rank 0."""
-    if processes.world_size == 1:
-        return
     own = (result.attention, result.products, result.swiglu)
-    ranks = [(own, result.missing)] * processes.world_size
-    torch.distributed.all_gather_object(ranks, (own, result.missing))
+    ranks = of_all_ranks((own, result.missing))
     first_names, first_missing = ranks[0]
     for rank, (names, missing) in enumerate(ranks):
         if names != first_names:

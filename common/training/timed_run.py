@@ -129,7 +129,7 @@ def run_self_test(config: RunConfig, rules: Rules, processes: Processes, reports
     sizes = Sizes.of(config, rules.shape, rules.sequence_length, rules.lora_rank)
     result = self_test(sizes, processes.device, partial(reports.heartbeat.write, 0))
     require_sound(result, processes.device)
-    require_equal_engines(result, processes)
+    require_equal_engines(result)
     # The first screen named the engines by their order. It cannot know which fail or are slow here.
     for rejection in engines.rejections():
         reports.progress.show(f"NOTE       {rejection}")

@@ -5,14 +5,16 @@ The formulas are in common/estimate/. Standard library only.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from common import terminal, text_tables
+from common import engines, terminal, text_tables
 from common.benchmarks import Rules, divisions, load_all, rules_of
 from common.config import RunConfig
+from common.errors import ConfigError
 from common.estimate.memory import (
     Memory,
     fits,
@@ -272,6 +274,7 @@ def describe(plan: Plan, ways: Iterable[str], layouts: Sequence[Plan] = ()) -> l
         "",
         *size_lines(plan, kind),
         *speed_lines(plan, kind),
+        *([engines_line(config, kind)] if plan.rules else []),
         *cost_lines(plan),
         "",
         f"{settings}:",
@@ -339,6 +342,17 @@ def speed_lines(plan: Plan, kind: GpuKind) -> list[str]:
             f"{speed.minutes / 1440:,.2f} days, {speed.minutes / 60 * gpus:,.0f} GPU-hours."
         )
     return text
+
+
+def engines_line(config: RunConfig, kind: GpuKind) -> str:
+    """Return the engines that a run begins with if it has the packages installed here."""
+    environment = {**os.environ, **config.env}
+    operations = engines.operations(config.linear_format.in_fp8)
+    try:
+        choices = engines.choose_engines(kind.arch, environment, config.precision, operations)
+    except ConfigError as error:  # the config pins an engine
+        return f"Engines: {error.what} ({error.why})."
+    return f"Engines with the packages installed here: {choices}."
 
 
 def cost_lines(plan: Plan) -> list[str]:

@@ -98,16 +98,12 @@ def test_ranks_with_different_engines_are_refused(monkeypatch, equal):
     result = SelfTestResult(attention="flash", products="cublaslt", missing=["both lack aiter"])
     other = (("flash", "torch", ""), ["both lack aiter", "cublaslt failed its self-test"])
 
-    def gather(ranks, own):
-        ranks[:] = [own, own if equal else other]
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    processes = SimpleNamespace(world_size=2)
+    monkeypatch.setattr(self_test, "of_all_ranks", lambda own: [own, own if equal else other])
     if equal:
-        self_test.require_equal_engines(result, processes)
+        self_test.require_equal_engines(result)
         return
     with pytest.raises(PreflightError) as caught:
-        self_test.require_equal_engines(result, processes)
+        self_test.require_equal_engines(result)
     assert "rank 1" in caught.value.what and "ATTENTION_ENGINE" in caught.value.do
     # The rank that raises is rank 0. The reason is on the other one.
     assert caught.value.why == "rank 1: cublaslt failed its self-test"

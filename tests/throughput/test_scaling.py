@@ -338,7 +338,9 @@ def test_the_counts_are_measured_one_after_the_other(result, monkeypatch):
         return found_in(next(times)) | {"collectives": []}, None
 
     monkeypatch.setattr(scaling.ranks, "run_request", run_request)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
     scaling.measure(options(gpus=[2, 1, 2]), result)
+    assert result.data["machine"]["NCCL_ALGO"] == "Ring"
     assert counts == [1, 2] and [(row["strategy"], row["gpus"]) for row in result.rows] == [
         *(("DDP", 1), ("ZeRO-2", 1), ("DDP", 2), ("ZeRO-2", 2))
     ]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common.errors import PreflightError
 from common.terminal import inform
+from common.variables import Use, select
 from launch.job import PORT
 from launch.preflight.check_row import VERDICTS, CheckRow, overall, skipped, table
 from launch.preflight.nodes import compare
@@ -26,16 +27,6 @@ SECONDS = 2.0  # for which each all-reduce is measured
 QUICK_SECONDS = 0.5  # the same with --quick
 START_S = 120.0  # for imports and the start of the process group
 PAIR_S = 60.0  # for each all-reduce
-# Variables of the user that the checks of one node read. They are sent to all nodes.
-SENT_VARIABLES = (
-    "DATADIR",
-    "MODEL",
-    "LOGDIR",
-    "DGXSYSTEM",
-    "DGXNGPU",
-    "GPU_KIND",
-    "ALLOW_KNOWN_ISSUES",
-)
 
 
 def examine(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
@@ -75,7 +66,7 @@ class NodesCheck:
         """Run `preflight --json` on all nodes, and keep the answer and the rows of each."""
         benchmark = filter(None, [self.options.benchmark])
         arguments = ["-m", "launch.preflight", *benchmark, "--json", *self._options_of_a_node()]
-        sent = {name: text for name, text in self.environment.items() if name in SENT_VARIABLES}
+        sent = select(Use.NODES, self.environment)
         limit_s = self.options.deadline
         inform(f"nodes      checking {len(self.rows)}, each for at most {limit_s:.0f} s ...")
         commands = {
@@ -131,14 +122,12 @@ class NodesCheck:
     def all_reduce_commands(self, nodes: list[str], limit_s: float) -> dict[str, list[str]]:
         """Return node -> torchrun command of all_reduce.py.
 
-        The user's own variables of NCCL and RCCL take precedence over the proposal.
+        The user's own variables take precedence over the proposal.
         """
         first = self.answers[nodes[0]]
         gpus = first["gpus"]
-        variables = {**self.proposal, "OMP_NUM_THREADS": "1"}
-        for name, text in self.environment.items():
-            if name.startswith(("NCCL_", "RCCL_")):
-                variables[name] = text
+        own = select(Use.NODES, self.environment)
+        variables = {**self.proposal, "OMP_NUM_THREADS": "1", **own}
         address = nodes[0].rpartition("@")[2]  # without ssh's user
         if names := variables.get("NCCL_SOCKET_IFNAME", "").lstrip("="):
             variables["GLOO_SOCKET_IFNAME"] = names

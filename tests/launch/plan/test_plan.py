@@ -14,6 +14,7 @@ import torch
 from fused_lora import saved_bytes_per_token
 from probes import make_visible
 
+from common import engines
 from common.benchmarks import divisions, load_all
 from common.errors import ConfigError
 from common.estimate.links import context_seconds, occupied_seconds
@@ -703,6 +704,25 @@ def test_one_config_that_does_not_fit(capsys):
         "micro_batch_size=4",
     )
     assert code == 12 and "does NOT fit" in text and "short by 51.4" in text
+
+
+def test_engines_are_those_of_the_order_or_a_pin(capsys, monkeypatch):
+    def line(name):
+        config = str(config_path(ROOT, PRETRAINING, name))
+        (found,) = [
+            line
+            for line in planned(capsys, PRETRAINING, "--config", config)[1].splitlines()
+            if line.startswith("Engines")
+        ]
+        return found
+
+    monkeypatch.setattr(engines, "version_of", {"amd-aiter": "0.1.14.post1"}.get)
+    assert "attention aiter 0.1.14.post1, products torch" in line("MI300X_1x8")
+    assert "by the order" in line("MI300X_1x8") and "time attention)" in line("MI300X_1x8")
+    assert "products cublaslt" in line("H200_1x8")
+    monkeypatch.setenv("ATTENTION_ENGINE", "aiter")
+    assert "aiter" in line("MI300X_1x8") and "by the order" not in line("MI300X_1x8")
+    assert "ATTENTION_ENGINE=aiter cannot be used" in line("H200_1x8")
 
 
 def test_lora_names_its_host_memory(capsys):

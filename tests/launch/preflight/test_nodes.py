@@ -17,7 +17,7 @@ from toy import alive, wait_until
 from common.errors import ConfigError
 from common.machine import network
 from launch.preflight import __main__ as preflight_command
-from launch.preflight.nodes import compare, start
+from launch.preflight.nodes import compare, examine, start
 from launch.preflight.nodes.examine import NodesCheck
 
 # --- judgments ------------------------------------------------------------------------------------
@@ -321,6 +321,27 @@ def test_all_reduce_uses_the_proposal_unless_the_user_sets_nccl_variables():
         assert after["--master-addr"] == "10.0.0.7" and after["--node-rank"] == str(rank)
         assert after["--nproc-per-node"] == "8"
         assert after["launch.preflight.nodes.all_reduce"] == "cuda"
+
+
+@pytest.mark.quick
+def test_each_node_is_checked_with_the_users_variables(monkeypatch):
+    own = {"DATADIR": "/d", "NCCL_NET": "Socket", "ATTENTION_ENGINE": "sdpa", "HSA_X": "1"}
+    local = {"CUDA_VISIBLE_DEVICES": "1", "LD_LIBRARY_PATH": "/l", "HF_TOKEN": "t", "SEED": "1"}
+    local |= {"MLFLOW_TRACKING_URI": "http://user:password@host"}
+    check = nodes_check("--nodes", "a,b", "--launcher", "env {node}", environment=own | local)
+    commands = {}
+
+    def run_on_nodes(own, limit_s):
+        commands.update(own)
+        return {}
+
+    monkeypatch.setattr(examine, "run_on_nodes", run_on_nodes)
+    check.ask()
+    for command in commands.values():
+        words = {*shlex.split(command[-1].split("timeout ")[1].split("\n")[0])}
+        assert {f"{name}={value}" for name, value in own.items()} <= words
+        assert not words & {f"{name}={value}" for name, value in local.items()}
+    assert commands.keys() == {"a", "b"}
 
 
 @pytest.mark.quick
