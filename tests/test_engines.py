@@ -133,7 +133,6 @@ def test_other_dtypes_are_computed_by_torch(installed, operation, dtype):
     ("operation", "name", "gpu", "dtype", "packages", "word"),
     [
         (ATTENTION, "fa5", "sm_90", "bf16", GOOD, "flash_attention_4"),
-        (ATTENTION, "", "sm_90", "bf16", GOOD, "flash_attention_4"),
         (ATTENTION, "aiter", "sm_90", "bf16", GOOD, "sm_90"),
         (ATTENTION, "flash_attention_4", "", "bf16", GOOD, "no GPU"),
         (ATTENTION, "flash_attention_4", "sm_90", "float16", GOOD, "float16"),

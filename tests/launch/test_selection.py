@@ -39,7 +39,7 @@ COUNTS = (1, 2, 4, 6, 8)
 WITH_FILES = {"H200": (1, 2, 4, 8)}  # numbers of GPUs that have a file in configs/; elsewhere 8
 BATCH = {PRETRAINING: 16, LORA: 8, OPEN: 64}  # global batches of the configs
 # Numbers of GPUs that the benchmark does not fit into, and that its config of 8 MI300X does not.
-TOO_SMALL = {(PRETRAINING, "H100"): (1, 2), (LORA, "H100"): (1, 2, 4)}
+TOO_SMALL = {(PRETRAINING, "H100"): (1, 2), (LORA, "H100"): (1, 2)}
 TOO_SMALL_FOR_ANY = {**TOO_SMALL, (PRETRAINING, "H200"): (1,)}
 EXAMPLE = "open_llama/examples/pretrain_1b.toml"
 
@@ -591,10 +591,9 @@ def test_a_gpu_without_fp8_computes_in_bf16():
     assert "linear bf16" in chosen(A100).derived
     with pytest.raises(ConfigError, match="linear"):
         chosen(A100, miniature=True, set=["linear=fp8"])
-    # 80 layers keep 115 GiB for the backward, and only FP8 can offload them.
-    with pytest.raises(OutOfMemory) as caught:
-        chosen(A100, benchmark=LORA)
-    assert "offload_layers 0, frozen_base sharded" in caught.value.why
+    # 80 layers keep 115 GiB for the backward, and only FP8 can offload them: GPUs share sequences.
+    adapted = chosen(A100, benchmark=LORA)
+    assert adapted.config.offload_layers == 0 and adapted.config.context_parallel > 1
 
 
 def test_a_gpu_that_is_too_small_measures_fewer_layers():

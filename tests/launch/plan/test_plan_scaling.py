@@ -148,7 +148,8 @@ def test_a_config_of_open_llama_keeps_its_batch_and_its_sequences(capsys):
     assert (sharing["64"], sharing["128"], sharing["512"]) == ("1", "2", "8")
     assert {(row["global batch"], row["sequences to target"]) for row in rows} == {("64", "64,000")}
     minutes = [float(row["minutes"]) for row in rows]
-    assert minutes == sorted(minutes, reverse=True)
+    before_sharing = minutes[:7]  # on up to 64 GPUs
+    assert before_sharing == sorted(before_sharing, reverse=True)
     assert open_llama("--scaling", "H200", "--json", "--set", "max_samples=128000") == 0
     twice = json.loads(capsys.readouterr().out)
     assert float(twice[0]["minutes"]) == pytest.approx(2 * minutes[0], rel=0.02)

@@ -936,8 +936,8 @@ def test_a_machine_without_a_config_is_checked_by_itself(monkeypatch):
     ("changed", "environment", "words"),
     [
         ({"config": "/nowhere.toml"}, {}, "no such config"),
-        ({"config": ""}, {}, "--config names no file"),
-        ({}, {"DGXSYSTEM": "H200"}, "no config H200"),
+        ({"config": ""}, {}, "--config is empty"),
+        ({}, {"DGXSYSTEM": "H200"}, "no config 'H200'"),
         ({}, {"DGXNGPU": "two"}, "DGXNGPU=two"),
     ],
 )
