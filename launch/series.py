@@ -205,7 +205,7 @@ class SeriesRunner:
             seed=seed,
             started=_now(),
             config=self.selection.log_name,
-            modified=self.selection.log_name != self.selection.path.name,
+            modified=self.selection.log_name != f"{self.selection.stem}.toml",
             commit=self.record.identity["commit"],
         )
 
@@ -267,7 +267,7 @@ def run(
             record = series.record
             if record.goal > 1 or len(record.starts) > 1:
                 not_for_submission = (
-                    selection.config.miniature or selection.log_name != selection.path.name
+                    selection.config.miniature or selection.log_name != f"{selection.stem}.toml"
                 )
                 print_stderr(*series_closing(folder.name, series.path, record, not_for_submission))
 
@@ -286,7 +286,7 @@ def make_attempts(
             )
             print_stderr(f"attempt    {record.next_attempt}; {counts}")
         seed = series.seed() if request.seed is None else request.seed
-        run_dir = run_directory.create(series.folder, series.selection.path.stem, seed)
+        run_dir = run_directory.create(series.folder, series.selection.stem, seed)
         start = series.start(run_dir, seed)
         outcome = _outcome(execute, run_dir, seed)
         series.end(start, outcome)

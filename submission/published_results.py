@@ -12,6 +12,7 @@ from common.errors import ConfigError
 from common.records import published
 from common.records.published import Published
 from common.text_tables import number
+from common.training.arguments import runs_in
 from submission.output import table
 from submission.series import LocalResult, check_same, read_series, result, ten_runs
 
@@ -28,7 +29,7 @@ def find(text: str, ruleset: str = "", like: Published | None = None) -> Publish
     of GPUs are preferred. Raises ConfigError if nothing matches, if several results still match, or
     if the logs are of another benchmark than `like`.
     """
-    if text and Path(text).exists():
+    if text and runs_in(Path(text)).exists():
         return _read(Path(text), ruleset, like)
     matches = matching(text)
     if like is not None:

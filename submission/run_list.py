@@ -35,6 +35,7 @@ from common.records.json_lines import is_number
 from common.records.run_states import GOOD
 from common.terminal import duration, plural, table
 from common.text_tables import number
+from common.training.arguments import run_or_runs
 from submission.run import Run
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
@@ -297,14 +298,14 @@ def parser() -> Parser:
     parser = Parser(
         "runs",
         __doc__,
-        ["runs", "runs results/llama31_8b", "runs --json", "runs results/llama31_8b --series"],
+        ["runs", "runs llama31_8b", "runs --json", "runs llama31_8b --series"],
     )
     parser.add_argument(
         "directory",
         nargs="?",
         type=Path,
         metavar="DIR",
-        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or results)",
+        help="LOGDIR or LOGDIR/<benchmark>, or a benchmark (default: LOGDIR, or results)",
     )
     parser.add_argument(
         "--series",
@@ -326,7 +327,9 @@ def _series_id(text: str) -> str:
 
 
 def _print_runs(options: argparse.Namespace) -> None:
-    folder = options.directory or results_folder(os.environ)
+    folder = results_folder(os.environ)
+    if options.directory:
+        folder = run_or_runs(options.directory)
     found: list[SeriesStatus] | list[RunRow]
     if options.series is not None:
         found = read_series(folder, options.series, datetime.now(UTC))

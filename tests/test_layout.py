@@ -107,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.measure.bench",  # started by name
         "common.measure.defaults",
         "common.records",
+        "common.training.arguments",
         "common.training.continuation",
         "common.training.log_keys",
         "submission",
@@ -116,6 +117,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.estimate",
         "common.html",
         "common.records",
+        "common.training.arguments",
         "common.training.log_keys",
         "common.training.mllog",
     },

@@ -68,12 +68,14 @@ from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 from common.training.continuation import (
     BASE_FILES,
+    CHECKPOINT,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
     DEVICE,
     ENGINES,
     FACTS,
     PARTIAL_SUFFIX,
+    SAVE,
     STOP_REQUEST,
     CheckpointInterval,
     base_record,
@@ -313,6 +315,8 @@ class Checkpoints:
             DATA_FILES: self.data,
             BASE_FILES: self.run.base_files,
             ENGINES: engines.used(),
+            CHECKPOINT: self.run.checkpoint or "",
+            SAVE: self.run.save,
         }
         writer = DcpWriter(self.folder / f"step_{step:08d}", facts)
         # Remove what a killed save of this step left, perhaps by more ranks. `_digest` exchanges

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from common.command_line import overrides_of
 from common.errors import ConfigError
+from common.training.continuation import SavedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Request:
 
     benchmark: str
     file: str | None = None  # --config
+    continues: SavedCheckpoint | None = None  # --continue RUN, if it gives the config
     system: str = ""  # DGXSYSTEM
     gpus: int = 0  # DGXNGPU, 0 if it is not set
     nodes: int = 1  # of the Slurm step that run.sub started
@@ -28,19 +30,27 @@ class Request:
 
     @classmethod
     def of(
-        cls, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str]
+        cls,
+        benchmark: str,
+        options: argparse.Namespace,
+        environment: Mapping[str, str],
+        continues: SavedCheckpoint | None = None,
     ) -> Request:
         """Return the request of `options`, which has config and perhaps the other fields.
 
+        `continues`: the checkpoint of --continue. It gives the config unless an option names one.
+
         Raises ConfigError for a DGXNGPU that is not a number of GPUs, and for a wrong --set.
         """
+        miniature = getattr(options, "miniature", False)
         return cls(
             benchmark,
             file=options.config,
+            continues=None if miniature or options.config is not None else continues,
             system=environment.get("DGXSYSTEM", "").removesuffix(".toml"),
             gpus=_requested_gpus(environment),
             nodes=step_nodes(environment) or 1,
-            miniature=getattr(options, "miniature", False),
+            miniature=miniature,
             overrides=overrides_of(getattr(options, "set", ())),
             layers=getattr(options, "layers", None) or 0,
             device=getattr(options, "device", None) or "",
