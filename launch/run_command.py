@@ -17,8 +17,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from common.benchmarks import names_mlperf
@@ -71,6 +73,11 @@ def parser(benchmark: str) -> Parser:
         metavar="N",
         help="end the series after more than N failed attempts "
         f"(default: {series.MAX_FAILURES}; 0 for a single run)",
+    )
+    parser.add_argument(
+        "--name",
+        type=_name,
+        help="name in the directories of the runs, instead of the config's",
     )
     parser.add_argument(
         "--resume",
@@ -135,6 +142,13 @@ def _add_options_of_one_run(parser: Parser, shipped: bool) -> None:
     )
 
 
+def _name(text: str) -> str:
+    """Parse --name, which becomes part of the name of a directory."""
+    if not re.fullmatch(r"[A-Za-z0-9_.+=-]{1,60}", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not 1 to 60 letters, digits and _.+=-")
+    return text
+
+
 def _refuse_tune(_: str) -> None:
     raise ConfigError(
         "--tune is now --system-tuning",
@@ -153,6 +167,7 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
     request = series.request_from(
         os.environ, options.max_failures, options.resume, options.take_over
     )
+    request = replace(request, name=options.name or "")
     submission_texts(os.environ)  # raises ConfigError now, instead of in the ranks
     if options.continues:  # also if --continue auto finds no run
         series.require_single_run(request)

@@ -56,6 +56,7 @@ class SeriesRequest:
     seed: int | None = None  # fixed seed for a single run, which cannot be submitted
     resume: bool = False
     take_over: bool = False  # resume also if the launcher cannot be examined and is silent
+    name: str = ""  # in the names of the runs' directories, instead of the config's
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,9 @@ def continued(
     print_stderr(
         f"NOTE       continues {folder} after {facts['samples']:,} samples: not for submission"
     )
-    return SeriesRequest(1, 0, seed)
+    # The name is what the launcher put between date and seed.
+    name = request.name or checkpoint.run.name.partition("_")[2].rpartition("_seed")[0]
+    return SeriesRequest(1, 0, seed, name=name)
 
 
 def identity_of(
@@ -286,7 +289,7 @@ def make_attempts(
             )
             print_stderr(f"attempt    {record.next_attempt}; {counts}")
         seed = series.seed() if request.seed is None else request.seed
-        run_dir = run_directory.create(series.folder, series.selection.stem, seed)
+        run_dir = run_directory.create(series.folder, request.name or series.selection.stem, seed)
         start = series.start(run_dir, seed)
         outcome = _outcome(execute, run_dir, seed)
         series.end(start, outcome)

@@ -64,7 +64,8 @@ def run_or_runs(argument: Path) -> Path:
     if path.is_file():
         path = path.absolute().parent
     above = path.absolute().parent
-    return above if path.is_dir() and not is_run(path) and is_run(above) else path
+    is_part = path.name in (MODEL, ADAPTER, CHECKPOINTS_FOLDER) and is_run(above)
+    return above if is_part else path
 
 
 def newest_run(argument: Path, wanted: Callable[[Path], bool]) -> Path:
