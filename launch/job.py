@@ -23,7 +23,7 @@ from common.paths import ROOT, data_folder, results_folder
 from common.records.run_record import RunRecord
 from common.records.trackers import require_installed
 from common.terminal import plural, print_stderr, shown
-from common.training.arguments import run_to_continue
+from common.training.arguments import data_of_run, run_to_continue
 from common.training.continuation import (
     BASE_FILES,
     CHECKPOINT,
@@ -345,11 +345,9 @@ def _directories_of(
 
     DATADIR and LOGDIR take precedence. `data_dir`, `log_dir`: returned otherwise.
     """
-    run = RunRecord.in_directory(run_dir)
-    before = run.series.identity.get("data")
-    if not environment.get("DATADIR") and isinstance(before, str) and Path(before).is_dir():
-        data_dir = Path(before)
-    if not environment.get("LOGDIR") and run.start:
+    if not environment.get("DATADIR"):
+        data_dir = data_of_run(run_dir) or data_dir
+    if not environment.get("LOGDIR") and RunRecord.in_directory(run_dir).start:
         log_dir = run_dir.resolve().parent.parent
     return data_dir, log_dir
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from common.command_line import Parser, program
-from common.model.merge_command import merge_adapters, merge_parser
+from common.training.merge_command import merge_adapters, merge_parser
 
 
 def parser(benchmark: str = "open_llama") -> Parser:

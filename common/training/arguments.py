@@ -26,6 +26,10 @@ MODEL = "model"  # folders in the directory of a run
 ADAPTER = "adapter"
 # Parts of errors.
 WEIGHTS = "a model is a folder with config.json and safetensors files; a run saves it at its end"
+MODEL_HELP = (
+    "a run, its model/ or its adapter/, or the folder of a Hugging Face checkpoint; "
+    "adapter_config.json names the base of an adapter"
+)
 NAME_WEIGHTS = "name a run that ended, its model/ or its adapter/"
 
 
@@ -85,8 +89,17 @@ def run_to_continue(argument: Path) -> Path:
     return newest_run(argument, lambda run: (run / CHECKPOINTS_FOLDER).is_dir())
 
 
-def weights_of(argument: Path) -> Weights:
+def data_of_run(run_dir: Path) -> Path | None:
+    """Return the folder of the run's data that the ledger names, None if there is none any more."""
+    data = RunRecord.in_directory(run_dir).series.identity.get("data")
+    return Path(data) if isinstance(data, str) and Path(data).is_dir() else None
+
+
+def weights_of(argument: Path, adapter: Path | None = None) -> Weights:
     """Return the weights that `argument` names.
+
+    `adapter`: of --adapter, an adapter or a run with one. The argument is then its base, which may
+    lack config.json.
 
     It is a model, an adapter, the directory of a run with one of them, or a folder of runs, of
     which the newest one with weights is meant. The base of an adapter is the folder that its
@@ -94,6 +107,15 @@ def weights_of(argument: Path) -> Weights:
 
     Raises ConfigError if there are no such weights, WeightsError if adapter_config.json is damaged.
     """
+    if adapter:
+        inside = adapter / ADAPTER
+        model = _weights_in(argument).model if _has_weights(argument) else argument
+        return Weights(model, inside if _is_adapter(inside) else adapter)
+    return _weights_in(argument)
+
+
+def _weights_in(argument: Path) -> Weights:
+    """Return the weights that `argument` names. See `weights_of`."""
     folder = runs_in(argument)
     if not _has_weights(folder):
         folder = newest_run(argument, _has_weights)
@@ -102,13 +124,17 @@ def weights_of(argument: Path) -> Weights:
     for path in (folder, folder / MODEL, folder / ADAPTER):
         if (path / CONFIG).is_file():
             return Weights(path)
-        if (path / ADAPTER_CONFIG).is_file():
+        if _is_adapter(path):
             return Weights(_base_of(path), path)
     do = NAME_WEIGHTS
     export = f"./run_and_time.sh {benchmarks.open_benchmark()} export"
     if (folder / CHECKPOINTS_FOLDER).is_dir():
         do = f"write the weights of its checkpoint: {export} {folder}"
     raise ConfigError(f"{folder}: no {CONFIG} and no {ADAPTER_CONFIG}", WEIGHTS, do)
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def _has_weights(folder: Path) -> bool:

@@ -334,9 +334,7 @@ def test_a_log_of_a_benchmark_of_mlperf_passes_its_open_rules(
 
 def test_eval_of_the_saved_model_is_the_last_evaluation(run_dir, folder):
     arguments = ["--data", str(folder / "data/validation")]
-    done = launch(
-        folder, "open_llama", "eval", str(run_dir / "model"), *arguments, "--sequences", "16"
-    )
+    done = launch(folder, "open_llama", "eval", str(run_dir), *arguments, "--sequences", "16")
     assert done.returncode == 0, done.stderr
     loss = float(done.stdout.split()[1].rstrip(","))
     assert loss == pytest.approx(evaluations(run_dir)[-1], abs=2e-4)
@@ -352,7 +350,7 @@ def test_eval_of_the_saved_model_is_the_last_evaluation(run_dir, folder):
 def test_generate_continues_a_prompt_with_the_saved_model(run_dir, folder):
     pytest.importorskip("transformers")
     arguments = ["--prompt", "def load(", "--tokens", "5"]
-    done = launch(folder, "open_llama", "generate", str(run_dir / "model"), *arguments)
+    done = launch(folder, "open_llama", "generate", str(run_dir), *arguments)
     assert done.returncode == 0, done.stderr
     assert "def load(" in done.stdout.splitlines()[1]
 
