@@ -356,9 +356,7 @@ def _interrupted(job: Job, run_dir: Path, signal_number: int) -> Interrupted:
         error.why = (
             f"{saved.facts['samples']:,} sequences are saved, after step {saved.facts['step']}"
         )
-        error.do = (
-            f"go on by ./run_and_time.sh {job.benchmark} --continue {shlex.quote(str(saved.run))}"
-        )
+        error.do = f"./run_and_time.sh {job.benchmark} --continue {shlex.quote(str(saved.run))}"
     elif job.checkpoint:
         error.why = "nothing is saved: it ended before its first checkpoint"
     else:

@@ -14,6 +14,8 @@ from common.errors import DataError, first_line, listed
 BLOCK_BYTES = 1 << 20  # of plain text, or to count lines, read together
 # Characters. Longer plain text becomes several documents, cut at line ends.
 LONGEST_TEXT = 1 << 20
+# Keys of conversations, questions and answers.
+CHAT_KEYS = {"messages", "conversations", "instruction", "completion"}
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
@@ -108,6 +110,12 @@ def _text_of(line: bytes, key: str) -> str:
             f"no document: {type(record).__name__}, not an object",
             "each line must be a JSON object",
             "repair the line, or convert the file to JSON lines",
+        )
+    if key not in record and (chat := sorted(CHAT_KEYS & record.keys())):
+        raise DataError(
+            f"chat data are not supported: the record has {listed(chat)}",
+            "a document is one text, and a loss on the answers alone is not possible",
+            'write each conversation as one text under the key "text"',
         )
     if key not in record:
         raise DataError(
