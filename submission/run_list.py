@@ -359,7 +359,7 @@ def parser() -> Parser:
     parser = Parser(
         "runs",
         __doc__,
-        ["runs", "runs llama31_8b", "runs --json", "runs llama31_8b --series"],
+        ["runs", "runs results/llama31_8b", "runs --json", "runs results/llama31_8b --series"],
     )
     parser.add_argument(
         "directory",

@@ -13,7 +13,7 @@ from typing import Any
 WIDTH = 720.0  # size of the picture, in units of its viewBox
 HEIGHT = 280.0
 LEFT = 64.0  # margins, for the numbers on the axes
-RIGHT = 16.0
+RIGHT = 28.0
 TOP = 10.0
 BOTTOM = 42.0
 POINTS = 180  # most points of a curve

@@ -100,3 +100,4 @@ function draw(figure) {
 }
 
 document.querySelectorAll("figure.chart").forEach(draw);
+document.querySelector(".hint").hidden = false;
