@@ -493,7 +493,8 @@ def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
                 f"no checkpoint was saved in {folder}: {cause.strerror or cause}",
                 "a writable disk must hold two checkpoints, "
                 "because the previous one is kept until the new one is complete",
-                "free space, or check the disk, then --continue this run",
+                "free space, or check the disk, then --continue this run; "
+                "--checkpoint none saves nothing",
             ) from error
     raise error
 
