@@ -76,6 +76,7 @@ class Rules:
     missing_weights_help: str = ""  # what to do if `weights_folder` has no weights
     downloads: tuple[Download, ...] = ()
     saves_model: bool = False  # whether `run --save` can write the trained model
+    checkpoint: str = ""  # --checkpoint of a run that does not set it; "": none
     # "full" or "lora": the mode in which `throughput` trains models of any shape by this
     # benchmark's code; "": it does not.
     throughput_mode: str = ""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from common.errors import ConfigError
-from common.packages import in_container, version_of
+from common.packages import in_container, pip_install, version_of
 from common.suggestions import meant
 
 ATTENTION = "attention"
@@ -56,7 +56,7 @@ class Engine:
     package: str = ""  # "" if it needs only torch and Triton
     oldest: str = ""  # oldest accepted version of the package
     because: str = ""  # reason for `oldest`
-    install: str = ""  # command that installs the package
+    install: tuple[str, ...] = ()  # arguments of `pip install` for the package
     on_amd: str = ""  # instead of `install` on an AMD GPU
     in_image: str = ""  # instead of `install` in a container, which is removed at its end
 
@@ -69,9 +69,12 @@ class Engine:
         """Return how to get the package on this machine. `gpu`: architecture of its GPU."""
         if self.in_image and in_container():
             return self.in_image
-        return self.on_amd if self.on_amd and gpu in INSTINCT else self.install
+        if self.on_amd and gpu in INSTINCT:
+            return self.on_amd
+        return pip_install(*self.install) if self.install else ""
 
 
+HOPPER_LOCK = ("--require-hashes", "--no-deps", "-r", "requirements-hopper.lock")
 TRANSFORMER_ENGINE = Engine(
     "transformer_engine",
     gpus=(*NVIDIA, *INSTINCT),
@@ -79,7 +82,7 @@ TRANSFORMER_ENGINE = Engine(
     package="transformer-engine",
     oldest="2.10",
     because="general_gemm takes a workspace before it",
-    install='python3 -m pip install --no-build-isolation "transformer-engine[pytorch]"',
+    install=("--no-build-isolation", "transformer-engine[pytorch]"),
     on_amd="use an image with ROCm's fork of Transformer Engine",
 )
 
@@ -95,7 +98,7 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
             package="flash-attn-4",
             oldest="4.0.0b10",
             because="older ones can corrupt dQ and dK (flash-attention#2481)",
-            install="python3 -m pip install --require-hashes --no-deps -r requirements-hopper.lock",
+            install=HOPPER_LOCK,
         ),
         Engine(
             "aiter",
@@ -105,7 +108,7 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
             package="amd-aiter",
             oldest="0.1.14.post1",
             because="older ones lack fixes of bf16 attention (aiter#4337)",
-            install="python3 -m pip install git+https://github.com/ROCm/aiter@v0.1.14.post1",
+            install=("git+https://github.com/ROCm/aiter@v0.1.14.post1",),
             in_image="docker build -t llama-training --build-arg AITER=v0.1.14.post1 .",
         ),
         replace(TRANSFORMER_ENGINE, chosen_on=INSTINCT),
@@ -132,7 +135,7 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
             package="quack-kernels",
             oldest="0.6.5",
             because="the epilogues use its interface",
-            install="python3 -m pip install --require-hashes --no-deps -r requirements-hopper.lock",
+            install=HOPPER_LOCK,
         ),
         Engine(KERNEL, gpus=()),
     ),

@@ -196,11 +196,12 @@ class Interrupted(RunError):
     kind = "interrupted"
 
     def __init__(self, signal_number: int):
+        what = f"stopped by signal {signal_number} ({signal.Signals(signal_number).name})"
+        why = "someone, or the batch system, asked the command to stop"
         if signal_number == signal.SIGINT:
-            super().__init__("interrupted (Ctrl-C)")
-        else:
-            why = "someone, or the batch system, asked the run to stop"
-            super().__init__(f"stopped by signal {signal_number}", why, "start it again when ready")
+            what = "interrupted (Ctrl-C)"
+            why = ""
+        super().__init__(what, why)
         self.exit_code = 128 + signal_number
 
 

@@ -23,11 +23,14 @@ from common.paths import ROOT, data_folder, results_folder
 from common.records.run_record import RunRecord
 from common.records.trackers import require_installed
 from common.terminal import plural, print_stderr, shown
+from common.training.arguments import data_of_run, run_to_continue
 from common.training.continuation import (
     BASE_FILES,
+    CHECKPOINT,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
     ENGINES,
+    SAVE,
     SavedCheckpoint,
     newest,
     parse_interval,
@@ -45,6 +48,7 @@ from launch.selection.machine import Machine
 from launch.selection.request import Request, step_nodes
 
 AUTO = Path("auto")  # value of --continue: find the run
+NO_CHECKPOINT = "none"  # value of --checkpoint
 PORT = 29500  # torchrun's default, below the range of ephemeral ports
 
 
@@ -188,6 +192,9 @@ class Job:
 def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
     """Return the job that `options` and the environment describe.
 
+    A run that --continue names gives its config, its options --checkpoint and --save, and its
+    directories of data and results, unless options or the environment set them.
+
     `ignored`: subjects of objections to the config that do not matter (`Choice.require`).
 
     Raises the errors of `choose`, and the first other objection. Raises ConfigError for a wrong
@@ -197,7 +204,11 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
     """
     environment = os.environ
     save = getattr(options, "save", False)
-    request = Request.of(benchmark, options, environment)
+    named = getattr(options, "continues", None)
+    continues = None
+    if named and named != AUTO:
+        continues = newest(run_to_continue(named).absolute())
+    request = Request.of(benchmark, options, environment, continues)
     machine = Machine.of(environment, options.device, getattr(options, "gpu_kind", None) or "")
     selection = choose(request, machine)
     selection.require(*ignored)
@@ -207,21 +218,18 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
             "it trains no weights of its own, or always saves them",
             "leave out --save",
         )
-    checkpoint = getattr(options, "checkpoint", None) or ""
-    named = getattr(options, "continues", None)
+    checkpoint = _when_to_save(options, rules_of(benchmark, selection.config), continues)
     if checkpoint or named:
         require_possible(selection.config)
-    if checkpoint:
-        parse_interval(checkpoint)
-    else:
+    if not checkpoint:
         refuse_without("--checkpoint", {"--grace": getattr(options, "grace", None)})
     data_dir, log_dir = directories(benchmark, selection.config, environment)
-    continues = None
     if named == AUTO:
         _require_checkpoint_option(checkpoint)
         continues = last_unfinished(log_dir / benchmark, benchmark, selection.config)
-    elif named:
-        continues = newest(named)
+    elif continues:
+        save = save or continues.facts.get(SAVE) is True
+        data_dir, log_dir = _directories_of(continues.run, environment, data_dir, log_dir)
     node = node_from(environment, selection.config.nodes)
     cpus: tuple[str, ...] = ()
     if selection.device == "cuda":
@@ -247,6 +255,24 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
     if continues and selection.device == "cuda":
         job = job.pinning(engines.pins(continues.facts.get(ENGINES, {})))
     return job
+
+
+def _when_to_save(
+    options: argparse.Namespace, rules: Rules, continues: SavedCheckpoint | None
+) -> str:
+    """Return the value of --checkpoint, "" for none.
+
+    Its default is that of the run that is continued, or else of the rules.
+    """
+    given = getattr(options, "checkpoint", NO_CHECKPOINT)
+    if given == NO_CHECKPOINT:
+        return ""
+    if given is None:
+        before = continues.facts.get(CHECKPOINT) if continues else None
+        given = before or rules.checkpoint
+    else:
+        parse_interval(given)
+    return given
 
 
 def _require_checkpoint_option(checkpoint: str) -> None:
@@ -310,6 +336,20 @@ def _checkpoints_of(
             require_same(*checkpoint, benchmark, checkpoint.facts["seed"], config)
             found.append(checkpoint)
     return found
+
+
+def _directories_of(
+    run_dir: Path, environment: Mapping[str, str], data_dir: Path, log_dir: Path
+) -> tuple[Path, Path]:
+    """Return the directories of data and results of the run in `run_dir`, if the ledger has them.
+
+    DATADIR and LOGDIR take precedence. `data_dir`, `log_dir`: returned otherwise.
+    """
+    if not environment.get("DATADIR"):
+        data_dir = data_of_run(run_dir) or data_dir
+    if not environment.get("LOGDIR") and RunRecord.in_directory(run_dir).start:
+        log_dir = run_dir.resolve().parent.parent
+    return data_dir, log_dir
 
 
 def directories(

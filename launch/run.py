@@ -308,15 +308,7 @@ def _failure_of_processes(
     as they are known.
     """
     if ending.signal_number:
-        interrupted = Interrupted(ending.signal_number)
-        # Without a checkpoint, the run cannot be continued.
-        with contextlib.suppress(RunError, OSError):
-            newest(run_dir)
-            interrupted.do = (
-                "continue this run by the same command, without NEXP and --resume, and with "
-                f"--continue {shlex.quote(str(run_dir))}"
-            )
-        return interrupted, {}
+        return _interrupted(job, run_dir, ending.signal_number), {}
     if gone:
         return gone, {}
     if nodes.lost:
@@ -353,6 +345,25 @@ def _failure_of_processes(
     if not result.stands:
         return diagnosis.diagnose(run_dir, job.config.world_size)
     return None, {}
+
+
+def _interrupted(job: Job, run_dir: Path, signal_number: int) -> Interrupted:
+    """Return the error of a run that a signal ended: what is saved, and how to go on."""
+    error = Interrupted(signal_number)
+    saved = job.continues
+    with contextlib.suppress(RunError, OSError):
+        saved = newest(run_dir)
+    if saved:
+        error.why = (
+            f"{saved.facts['samples']:,} sequences are saved, after step {saved.facts['step']}"
+        )
+        error.do = f"./run_and_time.sh {job.benchmark} --continue {shlex.quote(str(saved.run))}"
+    elif job.checkpoint:
+        error.why = "nothing is saved: it ended before its first checkpoint"
+    else:
+        error.why = "nothing is saved: the run has no --checkpoint"
+        error.do = "start again; --checkpoint 600s saves the training state every ten minutes"
+    return error
 
 
 def _check(run_dir: Path) -> RunError | None:

@@ -7,8 +7,9 @@ a single run, for debugging. LOGDIR/<benchmark>/attempts.jsonl records the start
 attempt. No result is ever overwritten.
 
 --checkpoint saves the training state in checkpoints/ of the run's directory and keeps the newest
-one. --continue resumes from there in a new directory, with the same seed and config, on any number
-of GPUs. The clock starts again from zero, so `package` refuses the run. See docs/checkpoints.md.
+one. --continue RUN resumes from there in a new directory, on any number of GPUs. Seed, config,
+options and directories are those of RUN. The clock starts again from zero, so `package` refuses the
+run. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from common.benchmarks import divisions, names_mlperf
@@ -29,9 +32,9 @@ from common.records.rcp import SUBMISSION_RUNS
 from common.records.trackers import TRACKERS
 from common.terminal import inform, plural
 from common.training.log_keys import submission_texts
-from common.values import number_between, path, seconds
+from common.values import number_between, seconds
 from launch import run_directory, series, system_settings
-from launch.job import AUTO, ensure_data, job_from, trainer_command
+from launch.job import ensure_data, job_from, trainer_command
 from launch.job_command import (
     OF_CONFIG,
     job_main,
@@ -45,6 +48,20 @@ from launch.processes.supervise import GRACE_S
 from launch.run import run_all
 from submission.prerequisites import ORG, refusal_reasons, require_names
 
+ABOUT_OWN = """Train the model that the config describes, and save it in RUN/model.
+
+LoRA's adapters are saved in RUN/adapter instead.
+
+The training state is saved every ten minutes and at Ctrl-C. --continue RUN goes on from there in a
+new directory, on any number of GPUs. Seed, config, options and directories are those of RUN. Only
+the newest state is kept, in RUN/checkpoints, with 12 bytes per trained weight. --checkpoint sets
+another interval, --checkpoint none saves nothing. See docs/checkpoints.md.
+
+A run succeeds after max_samples sequences or, if the config sets target_loss, at the first
+evaluation at or below it. NEXP=3 trains three models. Each run has its own directory and a random
+seed; SEED sets the seed of a single run. LOGDIR/<benchmark>/attempts.jsonl records the start and
+end of every attempt. No result is ever overwritten.
+"""
 EXAMPLES = ("{}", "{} --set max_samples=2048", "{} --config {} --print")
 
 
@@ -52,13 +69,19 @@ def parser(benchmark: str) -> Parser:
     """Return the argument parser of `run`."""
     shipped = ships_configs(benchmark)
     note = "; such a run cannot be submitted" if shipped else ""
-    parser = job_parser(benchmark, "run", __doc__, EXAMPLES, note)
+    about = __doc__ if shipped else ABOUT_OWN
+    parser = job_parser(benchmark, "run", about, EXAMPLES, note)
     parser.add_argument(
         "--max-failures",
         type=int,
         metavar="N",
         help="end the series after more than N failed attempts "
         f"(default: {series.MAX_FAILURES}; 0 for a single run)",
+    )
+    parser.add_argument(
+        "--name",
+        type=_name,
+        help="name in the directories of the runs, instead of the config's",
     )
     parser.add_argument(
         "--resume",
@@ -112,29 +135,32 @@ def _add_options_of_one_run(parser: Parser, shipped: bool) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="WHEN",
-        help="save the training state: 2 for every second evaluation, 10m for every ten minutes",
+        help="save the training state: 2 for every second evaluation, 10m for every ten minutes, "
+        f"none for never (default: {'none' if shipped else '600s, on one node'})",
     )
     parser.add_argument(
         "--grace",
         type=number_between(1, 86400, seconds),
         metavar="SECONDS",
-        help="with --checkpoint: time after a signal to save the next step and end (default: "
-        f"{GRACE_S:g})",
+        help="time after a signal to save a checkpoint and end, if the run saves any "
+        f"(default: {GRACE_S:g})",
     )
     parser.add_argument(
         "--continue",
         dest="continues",
-        type=_run_to_continue,
+        type=Path,
         metavar="RUN",
         help="resume from the checkpoint in this run's directory; auto: continue the last "
-        "unfinished run with this config, if there is one (for research only; cannot be "
-        "submitted)",
+        "unfinished run with this config, if there is one"
+        + (" (for research only; cannot be submitted)" if shipped else ""),
     )
 
 
-def _run_to_continue(run: str) -> Path:
-    """Parse the value of --continue: the path of a run, or AUTO."""
-    return AUTO if run == str(AUTO) else path(run).absolute()
+def _name(text: str) -> str:
+    """Parse --name, which becomes part of the name of a directory."""
+    if not re.fullmatch(r"[A-Za-z0-9_.+=-]{1,60}", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not 1 to 60 letters, digits and _.+=-")
+    return text
 
 
 def start(benchmark: str, options: argparse.Namespace) -> int:
@@ -149,12 +175,16 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
         os.environ, options.max_failures, options.resume, options.take_over
     )
     require_names(os.environ)
+    request = replace(request, name=options.name or "")
+    submission_texts(os.environ)  # raises ConfigError now, instead of in the ranks
     if options.continues:  # also if --continue auto finds no run
         series.require_single_run(request)
     job = job_from(benchmark, options)
     if job.continues:
         request = series.continued(request, job.continues, benchmark, job.config)
     print_header(job, (job.data_dir, job.log_dir))
+    if job.checkpoint:
+        inform(f"saves      the training state: --checkpoint {job.checkpoint}, and at Ctrl-C")
     if not job.config.miniature and names_mlperf(benchmark, job.config):
         inform(_final_line(job.config, request.goal))
         _judge_checkout(request.goal, options.no_submission)

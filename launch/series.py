@@ -57,6 +57,7 @@ class SeriesRequest:
     seed: int | None = None  # fixed seed for a single run, which cannot be submitted
     resume: bool = False
     take_over: bool = False  # resume also if the launcher cannot be examined and is silent
+    name: str = ""  # in the names of the runs' directories, instead of the config's
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,9 @@ def continued(
     print_stderr(
         f"NOTE       continues {folder} after {facts['samples']:,} samples: not for submission"
     )
-    return SeriesRequest(1, 0, seed)
+    # The name is what the launcher put between date and seed.
+    name = request.name or checkpoint.run.name.partition("_")[2].rpartition("_seed")[0]
+    return SeriesRequest(1, 0, seed, name=name)
 
 
 def identity_of(
@@ -192,7 +195,7 @@ class SeriesRunner:
             seed=seed,
             started=_now(),
             config=self.selection.log_name,
-            modified=self.selection.log_name != self.selection.path.name,
+            modified=self.selection.log_name != f"{self.selection.stem}.toml",
             commit=self.record.identity["commit"],
         )
 
@@ -254,7 +257,7 @@ def run(
             record = series.record
             if record.goal > 1 or len(record.starts) > 1:
                 not_for_submission = (
-                    selection.config.miniature or selection.log_name != selection.path.name
+                    selection.config.miniature or selection.log_name != f"{selection.stem}.toml"
                 )
                 print_stderr(*series_closing(folder.name, series.path, record, not_for_submission))
 
@@ -273,7 +276,7 @@ def make_attempts(
             )
             print_stderr(f"attempt    {record.next_attempt}; {counts}")
         seed = series.seed() if request.seed is None else request.seed
-        run_dir = run_directory.create(series.folder, series.selection.path.stem, seed)
+        run_dir = run_directory.create(series.folder, request.name or series.selection.stem, seed)
         start = series.start(run_dir, seed)
         outcome = _outcome(execute, run_dir, seed)
         series.end(start, outcome)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from common.command_line import Parser, program
-from common.model.merge_command import merge_adapters, merge_parser
+from common.training.merge_command import merge_adapters, merge_parser
 from llama2_70b_lora.rules import DIVISIONS
 
 

@@ -13,16 +13,15 @@ import sys
 from pathlib import Path
 
 from common.command_line import Parser, imported, program
+from common.training.arguments import MODEL_HELP
 from common.values import count
 
 
 def parser(benchmark: str = "open_llama") -> Parser:
     """Return the parser of `eval`."""
-    example = "open_llama eval RUN/model --data data/docs/validation"
+    example = "open_llama eval RUN --data data/docs/validation"
     parser = Parser(f"{benchmark} eval", __doc__, [example])
-    parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="folder of a Hugging Face checkpoint"
-    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--data",
         type=Path,
@@ -31,7 +30,10 @@ def parser(benchmark: str = "open_llama") -> Parser:
         help="path of the token file, without .bin",
     )
     parser.add_argument(
-        "--adapter", type=Path, metavar="DIR", help="folder of LoRA adapters for the model"
+        "--adapter",
+        type=Path,
+        metavar="DIR",
+        help="LoRA adapters for the model, or a run with them",
     )
     parser.add_argument(
         "--sequence-length",

@@ -33,6 +33,7 @@ from common.model.merged_adapter import read_adapter, require_modules
 from common.model.peft_adapter import OUTPUT, SPLIT, require_adapter
 from common.model.precision import DTYPES, default_dtype
 from common.sharding.processes import start_processes
+from common.training.arguments import NAME_WEIGHTS, WEIGHTS, weights_of
 from common.training.loop import evaluate, next_token_pairs, rank_micro_batches
 from open_llama.data import Documents, spread_windows
 from open_llama.rules import BENCHMARK
@@ -43,13 +44,11 @@ DEFAULT_LENGTH = 1024  # tokens per sequence
 
 
 def require_model(folder: Path) -> None:
-    """Raise ConfigError unless `folder` holds a model. The directory of a run holds none."""
-    why = f"a model is a folder with {CONFIG} and safetensors files"
-    do = "name the folder model/ of a run"
+    """Raise ConfigError unless `folder` holds a model."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder", why, do)
+        raise ConfigError(f"{folder}: no such folder", WEIGHTS, NAME_WEIGHTS)
     if not (folder / CONFIG).is_file():
-        raise ConfigError(f"{folder}: no {CONFIG}", why, do)
+        raise ConfigError(f"{folder}: no {CONFIG}", WEIGHTS, NAME_WEIGHTS)
 
 
 def trained_length(model: Path, adapter: Path | None = None) -> tuple[int, Path]:
@@ -140,10 +139,11 @@ def measure(options: argparse.Namespace) -> None:
     if device_name == "cuda" and not torch.cuda.is_available():
         why = "no driver answers, *_VISIBLE_DEVICES hides all GPUs, or torch is built for the CPU"
         raise PreflightError("--device cuda, but torch sees no GPU", why, "leave out --device")
-    require_model(options.model)
-    if options.adapter:
-        require_adapter(options.adapter)
-    length = options.sequence_length or default_length(options.model, options.adapter)
+    weights = weights_of(options.model, options.adapter)
+    require_model(weights.model)
+    if weights.adapter:
+        require_adapter(weights.adapter)
+    length = options.sequence_length or default_length(weights.model, weights.adapter)
     masked = are_masked([options.data])  # conversations, of which the loss counts the answers
     available = stored_sequences(options.data, length)
     if masked:
@@ -152,15 +152,15 @@ def measure(options: argparse.Namespace) -> None:
     unit = f"sequences of {length} tokens"
     do = "set smaller --sequences or a smaller --sequence-length, or name a longer file"
     require_validation(options.data, available, max(1, sequences), unit, do)
-    vocab_size = family_of(str(options.model)).shape.vocab_size
+    vocab_size = family_of(str(weights.model)).shape.vocab_size
     files = [index_path(options.data), tokens_path(options.data), mask_path(options.data)]
     prepare = f"./run_and_time.sh {BENCHMARK} prepare"
     require_as_recorded(options.data.parent / RECORD, files, vocab_size, prepare)
     processes = start_processes(device_name, 600.0)
     with attention_backends(device_name, DTYPES["bf16" if device_name == "cuda" else "fp32"]):
-        model = load_model(options.model, length, processes.device)
-        if options.adapter:
-            add_adapter(model, options.adapter)
+        model = load_model(weights.model, length, processes.device)
+        if weights.adapter:
+            add_adapter(model, weights.adapter)
         if masked:
             pairs = Documents(options.data, length, vocab_size).spread(sequences)
         else:
@@ -170,7 +170,7 @@ def measure(options: argparse.Namespace) -> None:
         loss = evaluate(model, batches, processes, per_token=masked)
     torch.distributed.destroy_process_group()
     if not math.isfinite(loss):
-        what = f"{options.model}: the loss is {loss}"
+        what = f"{weights.model}: the loss is {loss}"
         why = "a weight or an activation of the model is not finite"
         raise NonFinite(what, why, "check the run or the file that the weights come from")
     print(

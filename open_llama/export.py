@@ -1,8 +1,8 @@
 """Write the newest checkpoint of a run as Hugging Face weights, or with LoRA as a peft adapter.
 
-RUN is the directory of a run that was started with --checkpoint. It may still be running. The
-format is the one that a run saves at its end. The tokenizer is copied from DATADIR, the folder of
-the run's data (default: data/open_llama in the repository).
+RUN is the directory of a run with a checkpoint, or a folder of runs, of which the newest one is
+meant. It may still be running. The format is the one that a run saves at its end. The
+tokenizer is copied from DATADIR (default: the folder of the run's data).
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from common.model.precision import DTYPES, default_dtype
 from common.model.saved_model import FILE_BYTES
 from common.model.shapes import ModelShape
 from common.paths import data_folder
+from common.training.arguments import data_of_run, run_to_continue
 from common.training.checkpoint import DcpReader
 from common.training.continuation import DATA_FILES, damaged, data_record, newest
 from open_llama.base_config import copy_generation_config, kept_entries
@@ -35,7 +36,7 @@ def export(options: argparse.Namespace) -> None:
 
     Raises ConfigError if the run is of another benchmark, or if the output exists.
     """
-    run = options.run
+    run = run_to_continue(options.run)
     folder, facts = newest(run)
     if facts["benchmark"] != BENCHMARK:
         what = f"{run} is a run of {facts['benchmark']}"
@@ -45,7 +46,7 @@ def export(options: argparse.Namespace) -> None:
     rules = rules_of(config)
     out = options.out or run / f"exported_step_{facts['step']:08d}"
     require_new(out)
-    data_dir = data_of_run(facts, rules)
+    data_dir = tokenizer_folder(run, facts, rules)
     if config.lora_rank:
         export_adapter(folder, config, rules, out)
     else:
@@ -56,12 +57,14 @@ def export(options: argparse.Namespace) -> None:
     say(f"{out}: step {facts['step']:,}, {facts['samples']:,} sequences")
 
 
-def data_of_run(facts: dict, rules: Rules) -> Path | None:
+def tokenizer_folder(run: Path, facts: dict, rules: Rules) -> Path | None:
     """Return the folder of the data, or None, with a note, if it holds the data of another run.
 
     `facts`: the checkpoint's. Older checkpoints do not record the data, so any are accepted.
     """
     data_dir = data_folder(BENCHMARK, os.environ)
+    if not os.environ.get("DATADIR"):
+        data_dir = data_of_run(run) or data_dir
     stored = data_record(data_dir, rules.recorded_files(data_dir))
     recorded = facts.get(DATA_FILES, stored)
     if all(recorded.get(name) == identity for name, identity in stored.items()):

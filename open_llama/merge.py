@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from common.command_line import Parser, program
-from common.model.merge_command import merge_adapters, merge_parser
+from common.training.merge_command import merge_adapters, merge_parser
 from open_llama.tokenizer import copy_tokenizer
 
 

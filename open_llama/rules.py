@@ -258,6 +258,7 @@ def rules_of(config: RunConfig) -> Rules:
         lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
+        checkpoint="600s" if config.nodes == 1 else "",  # several nodes do not support it
         manifests=tuple(dict.fromkeys(map(record_of, (config.train_data, config.validation_data)))),
         missing_weights_help="set weights to the folder of a Hugging Face checkpoint",
     )

@@ -5,13 +5,13 @@ A log with an error is NOT CLEAN. A warning is a violation of the written rules 
 tools accept: a log with warnings and no errors is ACCEPTED. A log without either is CLEAN, whether
 it has notes or not. Each finding names its line, rule and source.
 
-Logs that this project wrote must also follow its conventions (submission/own_log.py). The log names
-its benchmark. Without --ruleset, the keys and the date of the log decide the ruleset, and a
-miniature is checked by the miniature's rules. With --ruleset, every log is checked by that closed
-ruleset. A folder stands for all result*.txt below it. The files result_*.txt of one folder are a
-result set: the newest round that one of them shows decides the ruleset of all, and they get one
-verdict together (submission/result_set.py), which allows one run that did not converge. Logs that
-are named one by one are no set.
+Logs that this project wrote must also follow its own conventions (docs/submission.md#check). The
+log names its benchmark. Without --ruleset, the keys and the date of the log decide the ruleset, and
+a miniature is checked by the miniature's rules. With --ruleset, every log is checked by that closed
+ruleset. A folder stands for all result.txt and result_<n>.txt below it, also one that `package`
+wrote. The files result_<n>.txt of one folder are a result set: the newest round that one of them
+shows decides the ruleset of all, and they get one verdict together, which allows one run that did
+not converge. Logs that are named one by one are no set.
 
 Exit code 0 if no result set and no other log has an error (with --werror: nor a warning), 20 if one
 has, 2 for wrong usage or an unreadable log, 17 if the disk fails, 18 without the official checker.
@@ -20,13 +20,14 @@ Nothing is written.
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError, StorageError
 from common.folder_walk import walk
+from common.records.ledger import LOG
+from common.training.arguments import runs_in
 from submission import official_tools, result_set
 from submission.check_output import json_line, lines, set_lines
 from submission.examined_log import (
@@ -39,8 +40,7 @@ from submission.examined_log import (
 )
 from submission.official_tools import RULESETS
 from submission.options import runs_folder
-
-LOG_NAME = re.compile(r"result.*\.txt")
+from submission.run import NUMBERED_LOG
 
 
 def parser() -> Parser:
@@ -55,7 +55,7 @@ def parser() -> Parser:
         type=runs_folder,
         nargs="+",
         metavar="LOG_OR_FOLDER",
-        help="log, or folder with result*.txt in it or below it",
+        help="log, or folder with logs in it or below it; a benchmark means LOGDIR/<benchmark>",
     )
     parser.add_argument(
         "--ruleset", choices=RULESETS, help="MLPerf ruleset (default: detected from the log)"
@@ -78,7 +78,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
     """
     logs: list[Path] = []
     sets: dict[Path, list[ExaminedLog]] = {}
-    for path in paths:
+    for path in map(runs_in, paths):
         named = _logs(path)
         logs += named
         if path.is_dir():
@@ -102,7 +102,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
         print(json_line(examined, werror) if as_json else "\n".join(lines(examined, werror)))
         verdict = verdict_of(examined.findings, werror)
         verdicts.append(verdict)
-        if path.parent in sets and result_set.NAME.fullmatch(path.name):
+        if path.parent in sets and NUMBERED_LOG.fullmatch(path.name):
             sets[path.parent].append(examined)
         elif verdict == NOT_CLEAN:
             codes.append(CheckFailed.exit_code)
@@ -123,7 +123,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
 
 
 def _logs(path: Path) -> list[Path]:
-    """Return the logs that `path` stands for: itself, or all result*.txt below a folder.
+    """Return the logs that `path` stands for: itself, or all logs below a folder.
 
     Raises ConfigError if a folder has none.
     """
@@ -131,12 +131,13 @@ def _logs(path: Path) -> list[Path]:
         return [path]
     logs = []
     for folder, _, names in walk(path):
-        logs += [folder / name for name in names if LOG_NAME.fullmatch(name)]
+        own = [name for name in names if name == LOG or NUMBERED_LOG.fullmatch(name)]
+        logs += [folder / name for name in own]
     logs = [log for log in logs if log.is_file()]
     if not logs:
         raise ConfigError(
             f"{path}: no log",
-            "there is no result*.txt in it or below it",
+            f"there is no {LOG} and no result_<n>.txt in it or below it",
             "name a log, or the folder of a run or of a result set",
         )
     return sorted(logs, key=lambda log: (log.parent, len(log.name), log.name))

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
 
-from common.benchmarks import names
 from common.command_line import Parser, pairs_of
 from common.errors import ConfigError, listed
-from common.paths import ROOT, results_folder
 from common.suggestions import meant
+from common.training.arguments import runs_in
 from common.values import path
 
 MAX_LISTED = 8  # names that an error lists
 
 
 def runs_folder(text: str) -> Path:
-    """Parse the path of a log or of a directory of runs. A benchmark's name is its one in LOGDIR.
-
-    In the checkout, the folder of that name holds the benchmark's code.
-    """
-    given = path(text)
-    is_code = given.absolute() == ROOT / text or not given.exists()
-    if text in names() and is_code:
-        return results_folder(os.environ) / text
-    return given
+    """Parse a path of runs or a log. A benchmark's name means its folder of LOGDIR."""
+    return runs_in(path(text))
 
 
 def add_series_option(parser: Parser) -> None:

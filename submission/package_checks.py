@@ -17,6 +17,7 @@ from common.paths import ROOT
 from common.records import ledger
 from common.records.run_record import INTERVALS
 from common.terminal import plural
+from common.training.arguments import runs_in
 from common.training.mllog import EMULATED_KEY
 from common.variables import Use, select
 from submission import describe, official_tools, prerequisites
@@ -159,6 +160,7 @@ def series_folder(source: Path, benchmark: str) -> Path:
 
     Raises ConfigError if there is no ledger.
     """
+    source = runs_in(source)
     folder = source if (source / ledger.NAME).is_file() else source / benchmark
     if not (folder / ledger.NAME).is_file():
         raise ConfigError(

@@ -50,7 +50,7 @@ def compared_facts(
     `ask_all`: whether a missing fact counts as a difference. If not, a run without the fact is left
     out of the comparison, because it may have ended before the fact was logged.
     """
-    facts = [(label, _facts(run, len(runs) == 1)) for label, run in runs]
+    facts = [(label, _facts(run, len(runs) == 1, ask_all)) for label, run in runs]
     keys: dict[str, None] = {}
     for _, of_run in facts:
         keys |= dict.fromkeys(of_run)
@@ -97,14 +97,14 @@ def _folded(facts: list[tuple[str, str]]) -> list[Block]:
     return [table((), important), table((), others, title=f"{len(others)} more")]
 
 
-def _facts(run: Run, alone: bool) -> dict[str, str]:
+def _facts(run: Run, alone: bool, with_seed: bool) -> dict[str, str]:
     """Return the facts in the log, the self-test and versions.json.
 
-    `alone`: whether the page is about this run only. If so, the seed is added. Otherwise the keys
-    of config.toml are added, so that they are compared.
+    `alone`: whether the page is about this run only. Otherwise the keys of config.toml are added,
+    so that they are compared. `with_seed`: whether the seed is a fact, which differs in a series.
     """
     facts = {}
-    for key in (*LOG_KEYS, "seed") if alone else LOG_KEYS:
+    for key in (*LOG_KEYS, "seed") if with_seed else LOG_KEYS:
         value = run.log.value(key)
         if value is not None:
             facts[key] = value

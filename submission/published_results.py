@@ -13,6 +13,7 @@ from common.records import published
 from common.records.published import Published
 from common.suggestions import meant
 from common.text_tables import number
+from common.training.arguments import runs_in
 from common.values import gpu_kind, path
 from submission.output import table
 from submission.series import LocalResult, check_same, read_series, result, ten_runs
@@ -30,8 +31,8 @@ def find(text: str, ruleset: str = "", like: Published | None = None) -> Publish
     of GPUs are preferred. Raises ConfigError if nothing matches, if several results still match, or
     if the logs are of another benchmark than `like`.
     """
-    if text and path(text).exists():
-        return _read(path(text), ruleset, like)
+    if text and runs_in(path(text)).exists():
+        return _read(runs_in(path(text)), ruleset, like)
     matches = matching(text)
     if like is not None:
         matches = _comparable(matches, like)

@@ -25,6 +25,7 @@ from common.command_line import Parser, program
 from common.errors import ConfigError, write_text
 from common.records import ledger, tracking
 from common.records.trackers import TRACKERS
+from common.training.arguments import RUN_FILES, is_run, run_or_runs
 from submission.advice import Advice, advice
 from submission.options import add_series_option, runs_folder
 from submission.run import Run
@@ -34,8 +35,6 @@ from submission.run_page import run_page
 from submission.series import read_series
 from submission.series_page import comparison_page, series_page
 
-# A directory with one of these files is a run directory.
-RUN_FILES = ("result.txt", "events.jsonl", "config.toml", "failure.json", tracking.GPU_SAMPLES)
 WATCH_S = 10.0  # time between two writings of the page with --watch
 MAX_NAMED = 4  # runs in the file name of a comparison, which may have at most 255 bytes
 WAIT_S = 1.0  # between two looks for a directory that --watch waits for
@@ -58,7 +57,8 @@ def parser() -> Parser:
         type=runs_folder,
         nargs="+",
         metavar="DIR",
-        help="run directory, LOGDIR/<benchmark>, or LOGDIR; several run directories are compared",
+        help="run directory or a file in it, LOGDIR/<benchmark> or its benchmark, or LOGDIR; "
+        "several run directories are compared",
     )
     add_series_option(parser)
     parser.add_argument(
@@ -81,7 +81,7 @@ def _report(options: argparse.Namespace) -> None:
     cannot be written. Raises PreflightError if mlperf-logging, jinja2 or the package of --export is
     missing.
     """
-    folders = options.directories
+    folders = [run_or_runs(path) for path in options.directories]
     first = folders[0]
     if options.watch and (options.export or len(folders) > 1):
         raise ConfigError(
@@ -129,7 +129,7 @@ def write(folder: Path, series: str, refresh_s: float | None = None) -> list[Adv
             "only a run ledger has series",
             "name LOGDIR/<benchmark>, or leave out --series",
         )
-    if _is_run(folder):
+    if is_run(folder):
         run = _read(folder)
         hints = advice(run)
         text = run_page(run, hints, refresh_s)
@@ -165,13 +165,13 @@ def _wait_for_run(folder: Path) -> None:
     if folder.exists():
         return
     print(f"{folder}: waiting for a run to start in this directory, which does not exist yet")
-    while not folder.is_dir() or not (_is_run(folder) or rows_of(folder)):
+    while not folder.is_dir() or not (is_run(folder) or rows_of(folder)):
         time.sleep(WAIT_S)
 
 
 def _is_open(folder: Path) -> bool:
     """Return whether a run in `folder`, which may be its directory, has yet to end."""
-    if _is_run(folder):
+    if is_run(folder):
         return Run.in_directory(folder).alive
     return any(row.open for row in rows_of(folder))
 
@@ -189,13 +189,9 @@ def _single_runs(folder: Path) -> list[RunRow]:
     return rows
 
 
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in RUN_FILES)
-
-
 def _read(folder: Path) -> Run:
     """Return the run in `folder`. Raises ConfigError if it has none of the files of a run."""
-    if _is_run(folder):
+    if is_run(folder):
         return Run.in_directory(folder)
     if any(folder.glob("*/result.txt")):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Rules for a result set: the submitted files result_*.txt of one folder.
+"""Rules for a result set: the submitted files result_<n>.txt of one folder.
 
 Standard library only.
 """
@@ -6,7 +6,6 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from submission import official_tools, rounds
 from submission.examined_log import NOT_CLEAN, ExaminedLog, verdict_of
 from submission.findings import ERROR, NOTE, WARNING, Finding
 from submission.log_rules import DISCLOSURE_KEYS, seed_identity
+from submission.run import NUMBERED_LOG, numbered_logs
 
-NAME = re.compile(r"result_.*\.txt")  # the pattern of the official tools
 UNREADABLE = "line_format"  # rule of lines that the official parser cannot read
 READ_BY_RCP = ("submission_benchmark", "global_batch_size")
 HYPERPARAMETERS = (
@@ -45,13 +44,13 @@ SAME = (
 
 def folders(logs: Iterable[Path]) -> dict[Path, list[ExaminedLog]]:
     """Return an empty list of examined logs for each folder that holds a result set."""
-    return {path.parent: [] for path in logs if NAME.fullmatch(path.name)}
+    return {path.parent: [] for path in logs if NUMBERED_LOG.fullmatch(path.name)}
 
 
 def shown_rounds(folder: Path) -> list[str]:
     """Return the rounds that the readable logs of the result set in `folder` show."""
     shown = []
-    for path in folder.glob("result_*.txt"):
+    for path in numbered_logs(folder):
         with contextlib.suppress(ConfigError):
             shown.append(rounds.round_of(mlperf_log.read(path, ())))
     return shown
@@ -59,7 +58,7 @@ def shown_rounds(folder: Path) -> list[str]:
 
 def findings(logs: Sequence[ExaminedLog]) -> list[Finding]:
     """Return the findings about the logs as a set: number, round, equal values and seeds."""
-    logs = [examined for examined in logs if NAME.fullmatch(examined.path.name)]
+    logs = [examined for examined in logs if NUMBERED_LOG.fullmatch(examined.path.name)]
     findings = []
     if len(logs) != SUBMISSION_RUNS:
         message = f"{len(logs)} logs; a result set has {SUBMISSION_RUNS}"

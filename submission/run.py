@@ -6,6 +6,7 @@ only, except for mlperf-logging, which decides whether a log is accepted.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from common.records import run_states
 from common.records.run_record import RunRecord
 from submission import compliance_checker, rcp, rounds
 
+NUMBERED_LOG = re.compile(r"result_\d+\.txt")  # a log in a result set
 # How a run counts for a score, as docs/submission.md names it.
 GOOD = "good"
 FAILED = "did not converge"
@@ -117,6 +119,15 @@ class Run(RunRecord):
         if self.has_result and not self.running and self.refused:
             return f"the official checker refuses its log: {self.refused[0]}"
         return self.cause
+
+
+def numbered_logs(folder: Path) -> list[Path]:
+    """Return the logs of the result set in `folder`, by number: result_0.txt, result_1.txt, ...
+
+    Other files, such as an official tool's result_summarizer_6.1.0.txt, are no logs.
+    """
+    logs = [path for path in folder.glob("result_*.txt") if NUMBERED_LOG.fullmatch(path.name)]
+    return sorted(logs, key=lambda path: (len(path.name), path.name))
 
 
 def read_run(path: Path) -> Run:

@@ -1,8 +1,10 @@
-"""List all runs in LOGDIR: state, target, minutes, tokens/s, config and commit.
+"""List all runs in LOGDIR: state, target, minutes, tokens/s, config, and the keys that differ.
 
-The newest run is the last one. How a run ended comes from its log and the ledger, everything else
-from its log, events and config. For a directory that no ledger names, for example in an archive,
-everything comes from the files in it. Nothing is written, so the command can be used during runs.
+The newest run is the last one. Each config key in which the listed runs differ is a column, or for
+the configs in configs/, in which runs with the same one differ. How a run ended comes from its log
+and the ledger, everything else from its log, events and config. For a directory that no ledger
+names, for example in an archive, everything comes from the files in it. Nothing is written, so the
+command can be used during runs.
 
 --series shows one series instead: its counts, the time left, and the samples and the loss at the
 last step of each attempt. It needs no packages. A launcher on another machine counts as running
@@ -20,29 +22,30 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from common.benchmarks import open_benchmark
 from common.command_line import Parser, program
 from common.errors import ConfigError
-from common.paths import results_folder
+from common.machine.hardware import config_names
+from common.paths import ROOT, results_folder
 from common.records import ledger
 from common.records.json_lines import is_number
 from common.records.run_states import GOOD
 from common.terminal import duration, plural, table
 from common.text_tables import number
+from common.training.arguments import run_or_runs
 from submission.options import runs_folder
 from submission.run import Run
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
-# Columns of the table. TEXT_COLUMNS are those with text, the others contain numbers.
-HEADS = ("run", "state", "loss", "target", "minutes", "tokens/s", "GPUs", "config", "commit")
-TEXT_COLUMNS = (0, 1, 6, 7, 8)
-ALIGNMENT = "".join("<" if column in TEXT_COLUMNS else ">" for column in range(len(HEADS)))
+# Config keys that the column GPUs shows.
+MACHINE_KEYS = ("gpu", "nodes", "gpus_per_node", "env")
 SERIES_HEADS = ("attempt", "state", "minutes", "samples", "loss", "started (UTC)", "run")
 
 
@@ -72,6 +75,72 @@ class RunRow:
     config: str
     commit: str
     report: str  # path of report.html, "" if there is none
+    settings: dict  # the keys of its config.toml
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of runs."""
+
+    head: str
+    value: Callable[[RunRow], str]
+    is_text: bool = False
+
+
+COLUMNS = (
+    Column("run", lambda row: f"{row.benchmark}/{row.run}", is_text=True),
+    Column("state", lambda row: row.state_words, is_text=True),
+    Column("loss", lambda row: number(row.loss, ".4f")),
+    Column("target", lambda row: number(row.target, "g")),
+    Column("minutes", lambda row: number(row.minutes, ",.3f")),
+    Column("tokens/s", lambda row: number(row.tokens_per_s, ",.0f")),
+    Column("GPUs", lambda row: machine_of(row), is_text=True),
+    Column("config", lambda row: config_of(row), is_text=True),
+    Column("commit", lambda row: row.commit[:COMMIT_LENGTH] or "-", is_text=True),
+)
+
+
+def machine_of(row: RunRow) -> str:
+    """Return the number and the kind of the GPUs of a run, "-" if one is unknown."""
+    return f"{row.gpus} x {row.gpu}" if row.gpu and row.gpus else "-"
+
+
+def config_of(row: RunRow) -> str:
+    """Return the name of the config without .toml.
+
+    Its suffixes +derived and +modified say that a run of a benchmark cannot be submitted, which no
+    run of another model can. The columns of `columns_of` say what was changed.
+    """
+    name = row.config.removesuffix(".toml")
+    return name.partition("+")[0] if row.benchmark == open_benchmark() else name
+
+
+def columns_of(rows: list[RunRow]) -> list[Column]:
+    """Return the columns of a table of `rows`: COLUMNS, and the config keys that differ."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        stem = row.config.removesuffix(".toml").partition("+")[0]
+        is_shipped = stem in config_names(ROOT, row.benchmark)
+        groups.setdefault((row.benchmark, stem if is_shipped else ""), []).append(row.settings)
+    keys: dict[str, None] = {}
+    for of_group in groups.values():
+        keys |= dict.fromkeys(differing_keys(of_group))
+    return [*COLUMNS, *(_key_column(key, rows) for key in keys)]
+
+
+def differing_keys(configs: list[dict]) -> list[str]:
+    """Return the keys of config.toml in which `configs` differ, except MACHINE_KEYS."""
+    values: dict[str, set[str]] = {}
+    for config in configs:
+        for key, value in config.items():
+            values.setdefault(key, set()).add(str(value))
+    return [key for key, seen in values.items() if len(seen) > 1 and key not in MACHINE_KEYS]
+
+
+def _key_column(key: str, rows: list[RunRow]) -> Column:
+    """Return the column of a config key."""
+    is_text = any(isinstance(row.settings.get(key), str) for row in rows)
+    return Column(key, lambda row: str(row.settings.get(key, "-")), is_text)
 
 
 def rows_of(log_dir: Path) -> list[RunRow]:
@@ -121,6 +190,7 @@ def row_of(run: Run) -> RunRow:
         config=str(config or run.log.value("config_filename") or ""),
         commit=str(commit or ""),
         report=str(report) if report.is_file() else "",
+        settings=run.settings,
     )
 
 
@@ -131,7 +201,10 @@ def _last_loss(run: Run) -> float | None:
 
 def lines(rows: list[RunRow]) -> list[str]:
     """Return a table of `rows`, followed by the number of runs in each state by benchmark."""
-    text = table([HEADS, *(cells(row) for row in rows)], ALIGNMENT)
+    columns = columns_of(rows)
+    alignment = "".join("<" if column.is_text else ">" for column in columns)
+    heads = [column.head for column in columns]
+    text = table([heads, *(cells(row, columns) for row in rows)], alignment)
     for benchmark, of_benchmark in by_benchmark(rows).items():
         counts = ", ".join(f"{count} {name}" for name, count in counts_of(of_benchmark).items())
         runs = plural(len(of_benchmark), "run")
@@ -139,20 +212,9 @@ def lines(rows: list[RunRow]) -> list[str]:
     return text
 
 
-def cells(row: RunRow) -> tuple[str, ...]:
-    """Return the values of a row in the order of HEADS."""
-    machine = f"{row.gpus} x {row.gpu}" if row.gpu and row.gpus else "-"
-    return (
-        f"{row.benchmark}/{row.run}",
-        row.state_words,
-        number(row.loss, ".4f"),
-        number(row.target, "g"),
-        number(row.minutes, ",.3f"),
-        number(row.tokens_per_s, ",.0f"),
-        machine,
-        row.config.removesuffix(".toml"),
-        row.commit[:COMMIT_LENGTH] or "-",
-    )
+def cells(row: RunRow, columns: Sequence[Column]) -> list[str]:
+    """Return the values of a row in `columns`."""
+    return [column.value(row) for column in columns]
 
 
 def by_benchmark(rows: list[RunRow]) -> dict[str, list[RunRow]]:
@@ -305,7 +367,7 @@ def parser() -> Parser:
         nargs="?",
         type=runs_folder,
         metavar="DIR",
-        help="LOGDIR or LOGDIR/<benchmark> (default: LOGDIR, or results)",
+        help="LOGDIR or LOGDIR/<benchmark>, or a benchmark (default: LOGDIR, or results)",
     )
     parser.add_argument(
         "--series",
@@ -327,7 +389,9 @@ def _series_id(text: str) -> str:
 
 
 def _print_runs(options: argparse.Namespace) -> None:
-    folder = options.directory or results_folder(os.environ)
+    folder = results_folder(os.environ)
+    if options.directory:
+        folder = run_or_runs(options.directory)
     is_named = options.directory or os.environ.get("LOGDIR")
     found: list[SeriesStatus] | list[RunRow]
     if options.series is not None:

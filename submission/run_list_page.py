@@ -10,7 +10,7 @@ from common.html import page
 from common.html.page import Block, Link, Section
 from common.terminal import plural
 from submission import run_list
-from submission.run_list import HEADS, TEXT_COLUMNS, RunRow
+from submission.run_list import RunRow
 
 NO_PAGE = "A run without a link has no page yet; ./run_and_time.sh report DIR writes it."
 
@@ -36,13 +36,15 @@ def run_list_page(rows: list[RunRow], folder: Path, refresh_s: float | None = No
 
 def _blocks(rows: list[RunRow], folder: Path) -> list[Block]:
     """Return a table of `rows`, the newest first, for a page in `folder`."""
+    columns = run_list.columns_of(rows)
     lines: list[list[str | Link]] = []
     for row in reversed(rows):
-        _, state, *values = run_list.cells(row)
+        _, state, *values = run_list.cells(row, columns)
         if row.reason:
             state = f"{state}: {row.reason}"
         lines.append([_link(row, folder), state, *values])
-    table = page.table(HEADS, lines, TEXT_COLUMNS)
+    text_columns = [number for number, column in enumerate(columns) if column.is_text]
+    table = page.table([column.head for column in columns], lines, text_columns)
     missing = [NO_PAGE] if any(not row.report for row in rows) else []
     return [table, {"notes": missing}]
 

@@ -17,6 +17,7 @@ from common.errors import ConfigError, Interrupted
 from common.html import page
 from common.html.page import Block, Curve, Section, banner, number, points, table
 from common.records import run_states
+from common.training.arguments import data_of_run
 from submission import check_output, gpu_samples, provenance
 from submission.advice import Advice
 from submission.examined_log import examine
@@ -188,7 +189,8 @@ def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
     steps = []
     if not run.converged:
         advice = run.failure.get("do") or "Look up the exit code in docs/troubleshooting.md."
-        steps.append((str(advice), ""))
+        is_command = str(advice).startswith(command)
+        steps.append(("Go on:", advice) if is_command else (str(advice), ""))
     elif not clean:
         steps.append(("Show all findings about the log:", f"{command} check {folder}"))
     if run.converged and run.is_miniature:
@@ -207,21 +209,15 @@ def _next_steps(run: Run, clean: bool) -> list[tuple[str, str]]:
 def _steps_with_model(run: Run, folder: str) -> list[tuple[str, str]]:
     """Return the steps after a run whose config sets its rules: uses of the model or adapters."""
     command = f"./run_and_time.sh {benchmarks.open_benchmark()}"
-    config = run.settings
-    model = f"{folder}/model"
-    adapter = ""
     steps = []
-    if config.get("lora_rank"):
-        model = shlex.quote(str(config.get("weights", "BASE")))
-        adapter = f" --adapter {folder}/adapter"
+    if run.settings.get("lora_rank"):
         text = "Merge the adapters into the weights of their base:"
-        steps.append((text, f"{command} merge --base {model}{adapter} --out DIR"))
+        steps.append((text, f"{command} merge --adapter {folder} --out DIR"))
     text = "Let the model continue a text:"
-    steps.append((text, f'{command} generate {model}{adapter} --prompt "..."'))
-    data = f"--data DATADIR/{config.get('validation_data', 'validation')}"
-    length = f"--sequence-length {config.get('sequence_length', 'N')}"
+    steps.append((text, f'{command} generate {folder} --prompt "..."'))
+    data = f"{data_of_run(run.folder) or 'DATADIR'}/{run.settings.get('validation_data')}"
     text = "Measure its loss on any token file:"
-    steps.append((text, f"{command} eval {model}{adapter} {data} {length}"))
+    steps.append((text, f"{command} eval {folder} --data {shlex.quote(data)}"))
     return steps
 
 

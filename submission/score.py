@@ -1,10 +1,11 @@
 """Score a series of runs and test it against the reference convergence points.
 
-The logs may come from any submitter to our benchmarks: LOGDIR/<benchmark> with its ledger, a folder
-of result_*.txt, or single logs. RESULT is another directory, or words that name a published result
-(--against "AMD MI300X 5.1"). With --against, the first argument may also be such words. Without it,
-the best published result on the same GPUs is used. Which ten runs count is in docs/submission.md.
-The RCP test uses the pruned points, as the official tools do.
+The logs may come from any submitter to our benchmarks: LOGDIR/<benchmark> with its ledger (its
+benchmark means it too), a folder of result_<n>.txt, single logs, or a directory that `package`
+wrote, of which each result set is scored. RESULT is another directory, or words that name a
+published result (--against "AMD MI300X 5.1"). With --against, the first argument may also be such
+words. Without it, the best published result on the same GPUs is used. Which ten runs count is in
+docs/submission.md. The RCP test uses the pruned points, as the official tools do.
 
 Exit code 0 if the series has a score, or is a miniature of which at most one run did not converge;
 20 if the RCP test failed or the series is not valid, 2 for wrong usage, 18 without mlperf-logging.
@@ -17,19 +18,22 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from common.benchmarks import OPEN
 from common.command_line import PROGRAM, Parser, complete, program
 from common.errors import CheckFailed, ConfigError
+from common.folder_walk import walk
 from common.gpu_kinds import KINDS
-from common.records import published
+from common.records import ledger, published
 from common.records.published import Published
 from common.values import count, gpu_kind, path
 from submission.comparison import comparison, comparison_as_dict
 from submission.official_tools import BY_HAND, RULESETS
 from submission.options import add_series_option, runs_folder
 from submission.published_results import best_published, find, listed, listing, matching
+from submission.run import numbered_logs
 from submission.score_output import as_dict, report
 from submission.series import check_same, read_series, result, ten_runs
 
@@ -61,7 +65,7 @@ def parser() -> Parser:
         type=lambda text: str(runs_folder(text)),
         nargs="*",
         metavar="DIR_OR_LOG",
-        help="LOGDIR/<benchmark>, a folder of result_*.txt, or a log;"
+        help="LOGDIR/<benchmark>, a folder of result_<n>.txt, a submission, or a log;"
         " with --against also words of a published result",
     )
     against = parser.add_argument(
@@ -137,6 +141,13 @@ def _score_series(options: argparse.Namespace) -> int:
     """Print the score of the series at the given paths, and a comparison; return the exit code."""
     for name in options.logs:
         _require_logs(name)
+    if len(options.logs) == 1 and (sets := _sets_below(path(options.logs[0]))):
+        codes = []
+        for folder in sets:
+            if not options.json:
+                print(f"--- {folder}")
+            codes.append(_score_series(argparse.Namespace(**vars(options) | {"logs": [folder]})))
+        return max(codes)
     series = read_series([path(name) for name in options.logs], options.series, options.ruleset)
     for run in series.runs:
         run.gpu = options.gpu or run.gpu
@@ -165,6 +176,16 @@ def _score_series(options: argparse.Namespace) -> int:
         lines = ["", "comparison with another result", *comparison(mine, other)]
         print("\n".join([*report(series, ten), *lines]))
     return 0 if ten.passed else CheckFailed.exit_code
+
+
+def _sets_below(folder: Path) -> list[Path]:
+    """Return the folders of the result sets below `folder`, as in the tree of a submission.
+
+    There are none if `folder` itself is a series.
+    """
+    if not folder.is_dir() or (folder / ledger.NAME).is_file() or numbered_logs(folder):
+        return []
+    return sorted(path for path, _, _ in walk(folder) if path != folder and numbered_logs(path))
 
 
 def _require_logs(name: str) -> None:

@@ -107,7 +107,17 @@ def _notes(run: Run) -> list[str]:
 def _run_rows(series: Series, ten: TenRuns) -> list[Sequence[str]]:
     """Return the head and one row per run of the table of runs."""
     rows: list[Sequence[str]] = [
-        ("run", "minutes", "converged", "samples", "z", "seq/s", "tokens/s/GPU", "evaluation s", "")
+        (
+            "run",
+            "minutes",
+            "converged",
+            "samples",
+            "deviation, SD",  # from the reference mean, in its standard deviations
+            "seq/s",
+            "tokens/s/GPU",
+            "evaluation s",
+            "",
+        )
     ]
     for run in series.runs:
         rows.append(
@@ -204,5 +214,6 @@ def _sample_lines(ten: TenRuns) -> list[str]:
         *lines,
         f"  reference {point.mean:,.2f} +- {point.sigma:,.2f};"
         f" lowest mean that passes: {point.minimum:,.2f}",
-        f"  mean {mean:,.2f}: {change:+.2f} % from the reference, z {point.z_score(mean):+.2f}",
+        f"  mean {mean:,.2f}: {change:+.2f} % from the reference,"
+        f" {point.z_score(mean):+.2f} standard deviations",
     ]

@@ -18,9 +18,10 @@ from common.records import windows as window_rules
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 from common.records.run_states import MISSED
+from common.training.arguments import runs_in
 from submission import official_tools, rcp, rounds
 from submission.log_rules import converts_to_int
-from submission.run import NOT_STARTED, Run, read_run
+from submission.run import NOT_STARTED, Run, numbered_logs, read_run
 
 # Attributes of a Run that must be equal for all runs of a series.
 SAME = ("benchmark", "division", "batch", "org", "gpu", "gpus")
@@ -264,7 +265,7 @@ def result(series: Series, ten: TenRuns) -> LocalResult:
 def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> Series:
     """Return the runs at `paths` as one series.
 
-    A path is a log, a folder of result_*.txt as in a submission, a run directory, or
+    A path is a log, a folder of result_<n>.txt as in a submission, a run directory, or
     LOGDIR/<benchmark> with its ledger.
 
     `wanted`: ID of a series in the ledger, or its beginning (default: the newest series with more
@@ -274,7 +275,7 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
     notes: list[str] = []
     names = []
     runs: list[Run] = []
-    for path in paths:
+    for path in map(runs_in, paths):
         name, part = _read(path, wanted, notes)
         names.append(name)
         runs += part
@@ -318,20 +319,19 @@ def _read(path: Path, wanted: str, notes: list[str]) -> tuple[str, list[Run]]:
     why = "it does not exist"
     if path.exists():
         folders = sorted(item.name for item in path.glob("*/") if item.is_dir())
-        why = "it has no result*.txt and no folders"
+        why = "it has no logs and no folders"
         if folders:
-            why = f"it has no result*.txt, and its folders are: {', '.join(folders)}"
+            why = f"it has no logs, and its folders are: {', '.join(folders)}"
     raise ConfigError(
-        f"{path} has no logs", why, "name LOGDIR/<benchmark>, a run, or a folder of result_*.txt"
+        f"{path} has no logs", why, "name LOGDIR/<benchmark>, a run, or a folder of result_<n>.txt"
     )
 
 
 def _logs(path: Path) -> list[Path]:
-    """Return the logs that `path` names: itself, its result_*.txt, or its result.txt."""
+    """Return the logs that `path` names: itself, its result_<n>.txt, or its result.txt."""
     if path.is_file() or path.is_fifo():
         return [path]
-    numbered = sorted(path.glob("result_*.txt"), key=lambda log: (len(log.name), log.name))
-    return numbered or sorted(path.glob("result.txt"))
+    return numbered_logs(path) or sorted(path.glob(ledger.LOG))
 
 
 def check_same(series: Series) -> None:

@@ -13,7 +13,7 @@ from common.html.page import Block, Curve, Link, Section, banner, points, table
 from common.records.rcp import SUBMISSION_RUNS
 from common.records.windows import good_runs_needed
 from common.terminal import plural
-from submission import provenance, run_page
+from submission import provenance, run_list, run_page
 from submission.figures import FORMS, evaluations, figures_of, of_steps, shown, unit_of
 from submission.provenance import Labeled
 from submission.run import Run
@@ -29,6 +29,11 @@ ATTEMPT_FIGURES = (
     "tokens/s/GPU",
     "GiB, peak",
     "GPU kWh",
+)
+MAX_KEYS = 2  # config keys in the legend of a comparison
+OTHER_SEEDS = (
+    "The seeds differ. Runs of one config with other seeds differ in their losses too, so a small "
+    "difference may be chance: set SEED, or compare several seeds."
 )
 
 
@@ -84,8 +89,9 @@ def comparison_page(runs: list[Run], folder: Path) -> str:
     mlperf-logging or jinja2 is missing.
     """
     labeled = [(chr(ord("A") + index), run) for index, run in enumerate(runs)]
-    losses = _curves(labeled, "loss", "samples")
-    times = _curves(labeled, "step_time_ms", "step")
+    named = _named_by_settings(labeled)
+    losses = _curves(named, "loss", "samples")
+    times = _curves(named, "step_time_ms", "step")
     figures = [figures_of(run) for run in runs]
     heads, rows = _rows(labeled, figures, FORMS, folder)
     for (label, _), of_run in zip(labeled[1:], figures[1:], strict=True):
@@ -94,15 +100,31 @@ def comparison_page(runs: list[Run], folder: Path) -> str:
     # Each run is a column on the page, and a figure that no run has is left out.
     top, *columns = zip(heads, *rows, strict=True)
     known = [cells for cells in columns if {*cells[1:]} - {"-", ""}]
+    (_, differing), *provenance_sections = provenance.sections(labeled)
+    if len({run.seed for run in runs}) > 1:
+        differing = [*differing, {"notes": [OTHER_SEEDS]}]
     sections: list[Section] = [
-        ("Differences", [table(top, known)]),
-        ("Loss", [_losses(labeled), run_page.loss_chart("training loss", runs[0], losses)]),
+        ("What differs", differing),
+        ("Results", [table(top, known)]),
+        ("Loss", [_losses(named), run_page.loss_chart("training loss", runs[0], losses)]),
         ("Step time", [run_page.step_chart(times)]),
-        *provenance.sections(labeled),
+        *provenance_sections,
     ]
     title = f"{plural(len(runs), 'run')} compared · {run_page.heading(runs[0])}"
     names = " · ".join(f"{label}: {run.folder.resolve().name}" for label, run in labeled)
     return page.render(title, sections, names)
+
+
+def _named_by_settings(runs: list[Labeled]) -> list[Labeled]:
+    """Return the runs with the config keys that differ among them in their labels, if few do."""
+    keys = run_list.differing_keys([run.settings for _, run in runs])
+    if len(keys) > MAX_KEYS:
+        return runs
+    named = []
+    for label, run in runs:
+        values = [f"{key} {run.settings.get(key, '-')}" for key in keys]
+        named.append((", ".join([label, *values]), run))
+    return named
 
 
 def _change(base: float | None, value: float | None) -> str:

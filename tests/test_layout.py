@@ -109,6 +109,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.measure.bench",  # started by name
         "common.measure.defaults",
         "common.records",
+        "common.training.arguments",
         "common.training.continuation",
         "common.training.log_keys",
         "submission",
@@ -118,6 +119,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "common.estimate",
         "common.html",
         "common.records",
+        "common.training.arguments",
         "common.training.log_keys",
         "common.training.mllog",
     },

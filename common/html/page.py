@@ -2,7 +2,8 @@
 
 A page is self-contained: it includes its style, script and data, and its Content-Security-Policy
 does not allow it to load anything. Charts are drawn by uPlot (templates/uPlot.iife.min.js, MIT
-license), which is included only in pages with charts. It has 51 KB, plotly from pip 4.6 MB.
+license), which is included only in pages with charts. It has 51 KB, plotly from pip 4.6 MB. On
+paper and without JavaScript, a chart is a still picture (still.py).
 
 A page has sections of blocks. A block is a dictionary whose first key names its type (banner,
 tiles, steps, notes, text, table, shares, bars, chart, links). A block without content is omitted.
@@ -17,13 +18,17 @@ from statistics import median_high as median
 from typing import Any, NamedTuple
 
 from common.errors import PreflightError
+from common.html.still import picture
 from common.packages import pip_install
 from common.records.json_lines import is_number as finite
 
 TEMPLATES = Path(__file__).with_name("templates")
 # Colors of curves and bars, in their order. Each has a contrast of at least 3:1 on white and on the
-# dark page.
-COLORS = ("#2f7ed8", "#d9622b", "#2e9e5b", "#9d6bd0", "#b8860b", "#c2407e", "#0e96a3", "#7a828c")
+# dark page. For protan, deutan, tritan and other eyes, the first four differ by a CIEDE2000 of at
+# least 18.5, the last four too, and any two by 9.
+COLORS = ("#6060b4", "#e46c18", "#489ca8", "#786048", "#0c7884", "#fc18f0", "#9c9084", "#b44818")
+# Dashes of each four curves: with them, eight curves are told apart by those who see few colors.
+DASHES: tuple[list[int], ...] = ([], [7, 4], [2, 3], [12, 3, 2, 3])
 MAX_POINTS = 500  # points of a curve: half of its pixels on a wide screen
 SPAN = "least / median / most"
 
@@ -43,7 +48,7 @@ class Curve(NamedTuple):
 
     name: str
     points: list[tuple[float, float]]
-    color: int = 0  # index into COLORS; larger numbers start again, with a dashed line
+    color: int = 0  # index into COLORS; larger numbers start again, with other dashes
     dots: bool = False
     scatter: bool = False  # dots without a line
 
@@ -69,6 +74,7 @@ def render(
         lstrip_blocks=True,
         loader=jinja2.FileSystemLoader(TEMPLATES),
     )
+    environment.globals["picture"] = picture
     environment.globals["source"] = lambda name: Markup(
         (TEMPLATES / name).read_text(encoding="utf-8")
     )
@@ -157,7 +163,7 @@ def chart(
                 "name": curve.name,
                 "data": [xs, ys],
                 "color": COLORS[curve.color % len(COLORS)],
-                "dashed": curve.color >= len(COLORS),
+                "dash": DASHES[curve.color // 4 % len(DASHES)],
                 "dots": curve.dots or curve.scatter,
                 "scatter": curve.scatter,
             }

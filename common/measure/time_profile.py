@@ -143,6 +143,9 @@ def _heading(profile: dict) -> list[str]:
     """Return lines that describe the profile, with a NOTE if trace and clock disagree."""
     over_clock = profile["window_ms"] / profile["clock_ms"] - 1
     cost = profile["clock_ms"] / profile["bench_ms"] - 1
+    compared = f"which costs {cost:+.1%}"
+    if cost < 0:
+        compared = f"timed steps that were disturbed: {-cost:.1%} slower than under the profiler"
     what = (
         "ops of the main thread, each without the ops it calls"
         if profile["device"] == "cpu"
@@ -154,8 +157,7 @@ def _heading(profile: dict) -> list[str]:
         f"torch {profile['torch']}, {profile['steps']} steps of "
         f"{profile['tokens_per_step_per_rank']:,} tokens; {what}",
         f"step {profile['window_ms']:.2f} ms in the trace, {profile['clock_ms']:.2f} by the clock "
-        f"({over_clock:+.2%}), {profile['bench_ms']:.2f} without profiler "
-        f"(which costs {cost:+.1%})",
+        f"({over_clock:+.2%}), {profile['bench_ms']:.2f} without profiler ({compared})",
     ]
     if abs(over_clock) > CLOCK_TOLERANCE:
         lines.append(

@@ -33,6 +33,7 @@ from common.model.shapes import ModelShape
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
 FUSED = "fused"
 ORDINARY = "ordinary"
 EMBEDDING = "model.embed_tokens.weight"

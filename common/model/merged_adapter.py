@@ -26,7 +26,15 @@ from common.atomic_write import SUFFIX, new_folder
 from common.data.preparation import say
 from common.errors import listed
 from common.model.checkpoint_files import read_json, refuse
-from common.model.checkpoint_names import CONFIG, FUSED, INDEX, ORDINARY, SINGLE, tensor_shapes
+from common.model.checkpoint_names import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    FUSED,
+    INDEX,
+    ORDINARY,
+    SINGLE,
+    tensor_shapes,
+)
 from common.model.checkpoint_reader import STORED_DTYPES, StoredTensor, read_tensors
 from common.model.checkpoint_writer import (
     NAMES,
@@ -37,7 +45,6 @@ from common.model.checkpoint_writer import (
     write_json,
 )
 from common.model.peft_adapter import (
-    ADAPTER_CONFIG,
     OUTPUT,
     SPLIT,
     WEIGHTS,

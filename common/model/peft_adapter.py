@@ -18,10 +18,10 @@ from torch import Tensor
 
 from common.atomic_write import new_folder
 from common.errors import StorageError, WeightsError
+from common.model.checkpoint_names import ADAPTER_CONFIG
 from common.model.checkpoint_writer import require_finite
 from common.model.shapes import ModelShape
 
-ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 SPLIT = ("q_proj", "k_proj", "v_proj")
 OUTPUT = "o_proj"

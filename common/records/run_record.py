@@ -166,7 +166,8 @@ class RunRecord:
         self._read_result()
         self.evaluations = intervals.pairs(self.log.events, "eval", self.batch or 1)
         self.blocks = intervals.training(self.log.events, self.evaluations)
-        if self.blocks and self.samples is not None and self.trained != self.samples:
+        counted = self.stands and self.blocks and self.samples is not None
+        if counted and self.trained != self.samples:
             self.notes.append(
                 f"the last evaluation is logged at {self.samples:,} sequences,"
                 f" the blocks end at {self.trained:,}"

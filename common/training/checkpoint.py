@@ -66,12 +66,14 @@ from common.sharding.processes import Processes
 from common.training.assembly import Assembly
 from common.training.continuation import (
     BASE_FILES,
+    CHECKPOINT,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
     DEVICE,
     ENGINES,
     FACTS,
     PARTIAL_SUFFIX,
+    SAVE,
     STOP_REQUEST,
     CheckpointInterval,
     base_record,
@@ -311,6 +313,8 @@ class Checkpoints:
             DATA_FILES: self.data,
             BASE_FILES: self.run.base_files,
             ENGINES: engines.used(),
+            CHECKPOINT: self.run.checkpoint or "",
+            SAVE: self.run.save,
         }
         writer = DcpWriter(self.folder / f"step_{step:08d}", facts)
         # Remove what a killed save of this step left, perhaps by more ranks. `_digest` exchanges
@@ -494,7 +498,8 @@ def _raise_unsaved(error: BaseException, folder: Path) -> NoReturn:
                 f"no checkpoint was saved in {folder}: {cause.strerror or cause}",
                 "a writable disk must hold two checkpoints, "
                 "because the previous one is kept until the new one is complete",
-                "free space, or check the disk, then --continue this run",
+                "free space, or check the disk, then --continue this run; "
+                "--checkpoint none saves nothing",
             ) from error
     raise error
 

@@ -10,6 +10,7 @@ Standard library only: the launcher checks before it starts any process.
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -42,6 +43,9 @@ DATA_FILES = "sampled_data_files"
 BASE_FILES = "base_files"
 ENGINES = "engines"  # operation -> name of the engine, which older checkpoints lack
 DEVICE = "device"  # type of the device, "cpu" or "cuda", which older checkpoints lack too
+# Options of the run, which older checkpoints lack too. A run that continues it has them as well.
+CHECKPOINT = "checkpoint"  # --checkpoint
+SAVE = "save"  # whether --save was given
 # Config keys that may change when a run is continued. All others decide what is computed, or in
 # which order data are read.
 MAY_DIFFER = {
@@ -81,7 +85,10 @@ class SavedCheckpoint(NamedTuple):
 
 
 def parse_interval(text: str) -> CheckpointInterval:
-    """Parse --checkpoint: "2" (every second evaluation), "600s" or "10m". Raises ConfigError."""
+    """Parse --checkpoint: "2" (every second evaluation), "600s" or "10m".
+
+    The launcher alone reads "none". Raises ConfigError.
+    """
     try:
         if text[-1:].isalpha():
             return CheckpointInterval(evaluations=0, seconds=seconds(text))
@@ -89,7 +96,7 @@ def parse_interval(text: str) -> CheckpointInterval:
     except ArgumentTypeError as error:
         raise ConfigError(
             f"--checkpoint: cannot parse {text!r}",
-            f"{error}; without a unit it counts evaluations",
+            f"{error}; without a unit it counts evaluations, and none saves nothing",
             "use --checkpoint 1 for every evaluation, or --checkpoint 10m for every ten minutes",
         ) from None
 
@@ -100,7 +107,7 @@ def require_possible(config: RunConfig) -> None:
         raise ConfigError(
             f"checkpoints are supported on one node only, not on {config.nodes}",
             "it is not certain that all nodes share a directory",
-            "omit --checkpoint and --continue",
+            "leave out --checkpoint and --continue",
         )
 
 
@@ -143,6 +150,7 @@ def _defect(folder: Path, facts: object) -> str:
     wrong = [key for key, kind in FACT_TYPES.items() if type(facts.get(key)) is not kind]
     optional = (DATA_FILES, BASE_FILES, ENGINES)
     wrong += [key for key in optional if type(facts.get(key, {})) is not dict]
+    wrong += [CHECKPOINT] if type(facts.get(CHECKPOINT, "")) is not str else []
     if wrong:
         return f"{', '.join(wrong)} missing, or of the wrong type"
     step = facts["step"]
@@ -167,13 +175,23 @@ def damaged(folder: Path, why: str) -> WeightsError:
     )
 
 
+def require_benchmark(checkpoint: SavedCheckpoint, benchmark: str) -> None:
+    """Raise ConfigError unless the checkpoint is of a run with this benchmark."""
+    before = checkpoint.facts["benchmark"]
+    if before != benchmark:
+        raise ConfigError(
+            f"{checkpoint.folder} cannot be continued: its benchmark is {before}, not {benchmark}",
+            "another benchmark trains another model",
+            f"./run_and_time.sh {before} --continue {shlex.quote(str(checkpoint.run))}",
+        )
+
+
 def require_same(folder: Path, facts: dict, benchmark: str, seed: int, config: RunConfig) -> None:
     """Raise ConfigError unless the checkpoint is of a run with this benchmark, seed and config."""
+    require_benchmark(SavedCheckpoint(folder, facts), benchmark)
     before = facts["config"]
     now = asdict(config)
     differences = []
-    if facts["benchmark"] != benchmark:
-        differences.append(f"benchmark was {facts['benchmark']}, now {benchmark}")
     if facts["seed"] != seed:
         differences.append(f"seed was {facts['seed']}, now {seed}")
     if not differences:

@@ -157,7 +157,7 @@ class Screen:
         if self.step and time.monotonic() - self.shown > PLAIN_S:
             self.shown = time.monotonic()
             parts = [self.progress(), f"train loss {self.losses[-1]:.4f}", self.speed()]
-            end = "limit reached" if self.rules.target_loss else "ends"
+            end = "gives up" if self.rules.target_loss else "ends"
             news.append(" · ".join([*parts, f"{end} in {self.time_to_limit()}"]))
         inform(*news)
 
@@ -237,8 +237,11 @@ class Screen:
         }
         if not is_over:
             rows["target"] = self.time_to_target()
-            limit = f"{self.config.max_samples:,} sequences, reached in {self.time_to_limit()}"
-            rows["limit"] = limit
+            end = "gives up at" if self.rules.target_loss else "ends after"
+            rows["limit"] = (
+                f"{end} {self.config.max_samples:,} sequences, "
+                f"in {self.time_to_limit()} at this speed"
+            )
         return {label: text for label, text in rows.items() if text}
 
     def phase(self) -> str:

@@ -61,6 +61,11 @@ class Choice:
     notes: tuple[str, ...] = ()
     objections: tuple[Objection, ...] = ()
 
+    @property
+    def stem(self) -> str:
+        """The name of the config without suffixes, for names of directories."""
+        return self.log_name.removesuffix(".toml").partition("+")[0]
+
     def require(self, *ignored: str) -> None:
         """Raise the first objection that is not about one of `ignored`."""
         for objection in self.objections:
@@ -74,6 +79,7 @@ class Named:
 
     path: Path
     reason: str
+    stem: str = ""  # the name of the config in the log, if it is not the file's
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ def check(request: Request, machine: Machine, named: Named, fitted: Fitted) -> C
     if kind and not machine.is_imagined:
         versions = known_issues.installed(machine.probe.driver)
     is_other_kind = config.gpu != _kind_name(kind)
+    stem = named.stem or named.path.stem
     is_forced = is_other_kind or (kind is not None and machine.is_forced)
     modification = _modification(request, named.path)
     notes = []
@@ -119,7 +126,7 @@ def check(request: Request, machine: Machine, named: Named, fitted: Fitted) -> C
         source=fitted.source,
         derived=fitted.derived,
         reason=named.reason,
-        log_name=_log_name(named.path, fitted.source != FILE, is_forced, bool(modification)),
+        log_name=_log_name(stem, fitted.source != FILE, is_forced, bool(modification)),
         device="cuda" if kind else "cpu",
         gpus=machine.describe(kind),
         notes=tuple(notes),
@@ -165,7 +172,7 @@ def _about_gpus(
         what = f"DGXNGPU={request.gpus}, but the config is for {config.gpus_per_node}"
         error = ConfigError(what, "the two disagree", "unset one of them")
         objections.append(Objection(REQUESTED, error))
-    if config.gpu != _kind_name(kind) and not request.file:
+    if config.gpu != _kind_name(kind) and not (request.file or request.continues):
         objections.append(Objection(GPUS, _other_kind(request, kind, config)))
     elif config.gpu != "CPU" and kind is None and request.device != "cpu":
         objections.append(Objection(GPUS, _no_gpu_for(config)))
@@ -231,16 +238,19 @@ def _modification(request: Request, path: Path) -> str:
     return ""
 
 
-def _log_name(path: Path, is_derived: bool, is_forced: bool, is_modified: bool) -> str:
-    """Return the name of the config in the log. See Choice.log_name."""
-    suffix = ""
+def _log_name(stem: str, is_derived: bool, is_forced: bool, is_modified: bool) -> str:
+    """Return the name of the config in the log. See Choice.log_name.
+
+    `stem`: may have suffixes already, if a run is continued.
+    """
+    suffixes = []
     if is_derived:
-        suffix = "+derived"
+        suffixes.append("+derived")
     elif is_forced:
-        suffix = "+forced"
+        suffixes.append("+forced")
     if is_modified:
-        suffix += "+modified"
-    return f"{path.stem}{suffix}.toml"
+        suffixes.append("+modified")
+    return f"{stem}{''.join(each for each in suffixes if each not in stem)}.toml"
 
 
 def _kind_name(kind: GpuKind | None) -> str:

@@ -22,6 +22,8 @@ from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import GpuKind
 from common.machine.hardware import config_name, config_names, config_path
 from common.paths import ROOT
+from common.records.run_record import RunRecord
+from common.training.continuation import require_benchmark
 from launch.plan.derive_config import (
     NAME,
     derive,
@@ -49,6 +51,8 @@ def choose(request: Request, machine: Machine) -> Choice:
     if request.device == "cpu":
         machine = NO_GPUS
     require_config(request)
+    if request.continues:
+        require_benchmark(request.continues, request.benchmark)
     named = name(request, machine)
     file = read(request, machine, named)
     file = override(request, file)
@@ -60,9 +64,12 @@ def choose(request: Request, machine: Machine) -> Choice:
 
 
 def require_config(request: Request) -> None:
-    """Raise ConfigError without --config if configs/ has no file for the benchmark."""
+    """Raise ConfigError without --config if configs/ has no file for the benchmark.
+
+    A run that is continued has its config.
+    """
     benchmark = request.benchmark
-    if not request.file and not config_names(ROOT, benchmark):
+    if not request.file and not request.continues and not config_names(ROOT, benchmark):
         raise ConfigError(
             f"{benchmark} needs a config",
             "the config sets the rules of the run, and there is no default",
@@ -103,6 +110,7 @@ def _wants_no_gpu(request: Request) -> bool:
         request.miniature
         or request.device == "cpu"
         or request.file is not None
+        or request.continues is not None
         or request.system.startswith("CPU_")
     )
 
@@ -124,8 +132,8 @@ def variables_of_real_run(environment: Mapping[str, str]) -> list[str]:
 def name(request: Request, machine: Machine) -> Named:
     """Name the config file.
 
-    In order of precedence, --miniature, --config, DGXSYSTEM, or the kind and number of GPUs and the
-    nodes of a Slurm job select it. Raises the errors of `require_gpus`.
+    In order of precedence, --miniature, --config, --continue, DGXSYSTEM, or the kind and number of
+    GPUs and the nodes of a Slurm job select it. Raises the errors of `require_gpus`.
     """
     require_gpus(request, machine)
     folder = _shipped(request)
@@ -133,6 +141,11 @@ def name(request: Request, machine: Machine) -> Named:
         return Named(folder / "CPU_1x1.toml", "--miniature was given")
     if request.file:
         return Named(Path(request.file), "--config names it")
+    if request.continues:
+        run = RunRecord.in_directory(request.continues.run)
+        logged = str(run.log.value("config_filename") or run.name)
+        path = request.continues.run / "config.toml"
+        return Named(path, "--continue names its run", logged.removesuffix(".toml"))
     if request.system:
         return Named(folder / f"{request.system}.toml", "DGXSYSTEM names it")
     kind = machine.kind
@@ -159,6 +172,11 @@ def read(request: Request, machine: Machine, named: Named) -> ConfigFile:
     """
     benchmark = request.benchmark
     path = named.path
+    if request.continues:
+        # The checkpoint's copy, whose digest is checked before it is loaded.
+        table = dict(request.continues.facts["config"])
+        config = configs.from_table(dict(table), config_class(benchmark), str(path))
+        return ConfigFile(path, table, config)
     if path.parent != _shipped(request) or path.is_file():
         _require_own(benchmark, path)
     elif request.miniature:
@@ -234,6 +252,9 @@ def fit(request: Request, machine: Machine, named: Named, file: ConfigFile) -> F
         )
         text = f"{file.path.name} {text}"
         source = FITTED
+    elif request.continues and _on_other_gpus(request, machine, config):
+        config, text = _fit_continued(request, machine, file)
+        source = FITTED
     else:
         text = ""
         source = FILE
@@ -244,6 +265,30 @@ def fit(request: Request, machine: Machine, named: Named, file: ConfigFile) -> F
             "leave out one of them",
         )
     return Fitted(config, text, source)
+
+
+def _on_other_gpus(request: Request, machine: Machine, config: RunConfig) -> bool:
+    """Return whether a run with `config` is continued on GPUs of another kind or number.
+
+    It uses as many GPUs as before, if there are so many and DGXNGPU is not set.
+    """
+    if machine.kind is None or config.gpu == "CPU":
+        return False
+    gpus = request.gpus or min(config.gpus_per_node, machine.gpus)
+    return (config.gpu, config.gpus_per_node) != (machine.kind.name, gpus)
+
+
+def _fit_continued(request: Request, machine: Machine, file: ConfigFile) -> tuple[RunConfig, str]:
+    """Return the config of the run that is continued, fitted to this machine. See `fit`."""
+    benchmark = request.benchmark
+    count = request.gpus or machine.gpus
+    if config_names(ROOT, benchmark):
+        return derive(benchmark, file, machine.kind, count, 1, request.layers)
+    config = replace(file.changed(), gpu=ANY_GPU, gpus_per_node=1, micro_batch_size=1)
+    config, text = fit_to_machine(
+        benchmark, config, machine.kind, count, request.overrides, request.layers
+    )
+    return config, f"{file.path} {text}"
 
 
 def nearest_config(

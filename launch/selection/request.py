@@ -11,6 +11,7 @@ from typing import Any
 from common.command_line import overrides_of
 from common.machine.hardware import config_names, config_path
 from common.paths import ROOT
+from common.training.continuation import SavedCheckpoint
 from common.values import config_name, count, of_variable, path
 
 
@@ -37,6 +38,7 @@ class Request:
 
     benchmark: str
     file: str | None = None  # --config
+    continues: SavedCheckpoint | None = None  # --continue RUN, if it gives the config
     system: str = ""  # DGXSYSTEM
     gpus: int = 0  # DGXNGPU, 0 if it is not set
     nodes: int = 1  # of the Slurm step that run.sub started
@@ -49,19 +51,27 @@ class Request:
 
     @classmethod
     def of(
-        cls, benchmark: str, options: argparse.Namespace, environment: Mapping[str, str]
+        cls,
+        benchmark: str,
+        options: argparse.Namespace,
+        environment: Mapping[str, str],
+        continues: SavedCheckpoint | None = None,
     ) -> Request:
         """Return the request of `options`, which has config and perhaps the other fields.
 
+        `continues`: the checkpoint of --continue. It gives the config unless an option names one.
+
         Raises ConfigError for a DGXNGPU that is not a number of GPUs, and for a wrong --set.
         """
+        miniature = getattr(options, "miniature", False)
         return cls(
             benchmark,
             file=options.config,
+            continues=None if miniature or options.config is not None else continues,
             system=of_variable(environment, "DGXSYSTEM", config_name) or "",
             gpus=of_variable(environment, "DGXNGPU", count) or 0,
             nodes=step_nodes(environment) or 1,
-            miniature=getattr(options, "miniature", False),
+            miniature=miniature,
             overrides=overrides_of(getattr(options, "set", ())),
             layers=getattr(options, "layers", None) or 0,
             device=getattr(options, "device", None) or "",

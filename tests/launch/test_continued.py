@@ -116,8 +116,9 @@ def test_another_config_or_benchmark_and_a_run_without_checkpoint_are_refused(be
         continued(job(continues=before, set=["opt_base_learning_rate=0.5"]), request)
     with pytest.raises(ConfigError, match="benchmark"):
         continued(job("llama2_70b_lora", continues=before), request)
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="has no checkpoint"):
-        job(continues=tmp_path)
+        job(continues=tmp_path / "empty")
     (before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS).write_text("{")
     with pytest.raises(WeightsError, match="is damaged"):
         job(continues=before)
@@ -142,8 +143,9 @@ def test_the_grace_time_is_for_runs_that_save():
 
 
 def test_options_that_cannot_be_are_refused_before_that():
-    with pytest.raises(ConfigError, match="--checkpoint"):
-        job(checkpoint="often")
+    for text in ("often", ""):
+        with pytest.raises(ConfigError, match="--checkpoint"):
+            job(checkpoint=text)
     with pytest.raises(ConfigError, match="one node"):
         job(checkpoint="1", set=["nodes=2", "micro_batch_size=8"])
 
@@ -174,6 +176,94 @@ def test_the_command_line(before):
         and len(done.stderr.splitlines()) == 3
         and f"{ROOT}/nowhere" in done.stderr
     )
+
+
+# A run on its own text: everything comes from the run that is continued.
+
+OWN = """
+model = "llama-10m"
+sequence_length = 256
+global_batch_size = 4
+max_samples = 1920
+eval_samples = 64
+eval_interval_samples = 480
+opt_base_learning_rate = 2e-3
+schedule = "cosine"
+opt_learning_rate_warmup_steps = 32
+weight_decay = 0.1
+gradient_clip_norm = 1.0
+"""
+
+
+def own_job(**options):
+    return job("open_llama", **options)
+
+
+@pytest.fixture
+def own_config(tmp_path):
+    path = tmp_path / "mine.toml"
+    model = ROOT / "open_llama/models/llama-10m.json"
+    path.write_text(OWN.replace("llama-10m", str(model)))
+    return path
+
+
+@pytest.fixture
+def own_run(own_config, before, tmp_path, monkeypatch):
+    """A run of open_llama with --set and another --checkpoint, whose config file is gone."""
+    monkeypatch.setenv("DATADIR", "")
+    monkeypatch.setenv("LOGDIR", "")
+    name = "20261129-100000_mine_seed77"
+    run = tmp_path / "elsewhere" / "open_llama" / name
+    run.parent.mkdir(parents=True)
+    before.rename(run)
+    path = run / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
+    config = own_job(config=str(own_config), set=["opt_base_learning_rate=5e-4"]).config
+    facts = json.loads(path.read_text()) | {"benchmark": "open_llama", "config": asdict(config)}
+    path.write_text(json.dumps(facts | {"samples": 48, "checkpoint": "3"}))
+    own_config.unlink()
+    line = {"time_ms": 1, "key": "config_filename", "value": "mine+derived.toml", "metadata": {}}
+    (run / "result.txt").write_text(f":::MLLOG {json.dumps(line)}\n")
+    data = tmp_path / "my text"
+    data.mkdir()
+    ledger_path = run.parent / ledger.NAME
+    start = {"series": name, "attempt": 1, "run": name, "seed": 77, "started": EARLY}
+    series_line = {"event": "series", "series": name, "goal": 1, "facts": {"data": str(data)}}
+    ledger.append(ledger_path, series_line)
+    ledger.append(ledger_path, {"event": "start"} | start)
+    return run
+
+
+def test_a_run_on_its_own_text_saves_by_default(own_config):
+    config = str(own_config)
+    assert own_job(config=config).checkpoint == "600s"
+    assert own_job(config=config, checkpoint="none").checkpoint == ""
+    assert own_job(config=config, checkpoint="2").checkpoint == "2"
+    assert job().checkpoint == "", "a benchmark's runs are timed"
+
+
+@pytest.mark.parametrize("named_by", ["", "report.html", "checkpoints", ".."])
+def test_continue_alone_takes_everything_from_the_run(own_run, tmp_path, named_by):
+    (own_run / "report.html").touch()
+    found = own_job(continues=own_run / named_by)
+    assert found.continues.run.resolve() == own_run
+    assert found.config.opt_base_learning_rate == 5e-4
+    assert found.selection.log_name == "mine+derived.toml" and found.selection.stem == "mine"
+    assert found.checkpoint == "3"
+    assert found.data_dir == tmp_path / "my text"
+    assert found.log_dir == tmp_path / "elsewhere"
+    assert continued(found, request_from({}, None, False)).seed == 77
+
+
+def test_options_and_variables_take_precedence_over_the_run(own_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("DATADIR", str(tmp_path / "other"))
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "logs"))
+    found = own_job(continues=own_run, checkpoint="none", set=["micro_batch_size=2"])
+    assert found.checkpoint == "" and found.config.micro_batch_size == 2
+    assert found.data_dir == tmp_path / "other" and found.log_dir == tmp_path / "logs"
+    continued(found, request_from({}, None, False))
+    changed = own_job(continues=own_run, set=["weight_decay=0.5"])
+    with pytest.raises(ConfigError, match="weight_decay"):
+        continued(changed, request_from({}, None, False))
 
 
 # The data

@@ -147,7 +147,7 @@ def test_a_log_that_cannot_be_read_now_is_read_again(tmp_path, monkeypatch, pati
 NO_RESULT = RunRecord(Path("result.txt"))
 GOOD_RESULT = RunRecord(Path("result.txt"), status="success", minutes=1.0)
 ONE_NODE = mock.Mock(lost={}, failed=False)
-JOB = mock.Mock(config=mock.Mock(nodes=1, world_size=2))
+JOB = mock.Mock(config=mock.Mock(nodes=1, world_size=2), continues=None, checkpoint="")
 
 
 def judged(run_dir, ending, result, verdict=None, gone=None, monkeypatch=None):
@@ -255,6 +255,8 @@ def test_an_interrupted_run_is_continued_from_its_checkpoint(tmp_path, has_check
         (before / "facts.json").write_text(json.dumps({**facts, "ranks": 1, "digest": "x"}))
     error, _ = run.judge(JOB, mock.Mock(), run_dir, Ending(0, signal_number=15), None, NO_RESULT)
     assert (f"--continue '{run_dir}'" in error.do) is has_checkpoint
+    assert ("192 sequences" in error.why) is has_checkpoint
+    assert ("--checkpoint 600s" in error.do) is not has_checkpoint
     assert json.loads((run_dir / "failure.json").read_text())["do"] == error.do
 
 

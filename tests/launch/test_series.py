@@ -20,7 +20,7 @@ from toy import TORCHRUN, alive, finish, launch, make_project, wait_until
 from common.errors import ConfigError
 from common.paths import ROOT
 from common.records import ledger
-from launch import series
+from launch import run_command, series
 from launch.diagnosis import read_result
 
 # Reaches the miniature's target in two thirds of the sequences that its config needs.
@@ -262,13 +262,14 @@ def test_three_runs_of_one_second_and_seed_have_a_directory_each(tmp_path):
     assert len(set(names)) == 3 and all((tmp_path / "out/toy" / name).is_dir() for name in names)
 
 
-def test_names_are_in_utc(project, tmp_path):
-    code, _, err = finish(launch(project, tmp_path, TOY="good", TZ="JST-9"))
+def test_names_are_in_utc_and_as_given(project, tmp_path):
+    code, _, err = finish(launch(project, tmp_path, "--name", "lr_3", TOY="good", TZ="JST-9"))
     assert code == 0, err
     (start,) = [json.loads(line) for line in ledger_lines(tmp_path) if '"start"' in line]
     named = datetime.strptime(start["run"][:15], "%Y%m%d-%H%M%S")
     recorded = datetime.strptime(start["started"], ledger.TIME)
     assert abs((recorded - named).total_seconds()) < 60
+    assert "_lr_3_seed" in start["run"]
 
 
 def ledger_lines(cwd) -> list[str]:
@@ -276,6 +277,12 @@ def ledger_lines(cwd) -> list[str]:
 
 
 # --- without a run --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..\n", "x" * 61, "two words"])
+def test_a_name_that_no_directory_should_have_is_refused(name):
+    with pytest.raises(ConfigError, match="--name"):
+        run_command.parser("llama31_8b").parse_args([f"--name={name}"])
 
 
 def test_what_can_be_requested():

@@ -151,6 +151,19 @@ def merged(made):
     return made[0]
 
 
+def test_merge_finds_the_base_in_the_adapter_of_a_run(merged, tmp_path):
+    shutil.copytree(merged / "adapter", tmp_path / "run/adapter")
+    path = tmp_path / "run/adapter/adapter_config.json"
+    base = str(merged / "ordinary")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
+    words = ["--adapter", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    assert merge_command.main(words) == 0
+    found = all_tensors(tmp_path / "out")
+    expected = all_tensors(merged / "merged_ordinary")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def assert_near(logits, expected) -> None:
     assert (logits - expected).norm() <= TOLERANCE * expected.norm()
 

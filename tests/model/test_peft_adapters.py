@@ -11,8 +11,9 @@ from test_model import hugging_face
 
 from common.errors import WeightsError
 from common.kernels.attention import attention_backends
+from common.model.checkpoint_names import ADAPTER_CONFIG
 from common.model.merged_adapter import merge
-from common.model.peft_adapter import ADAPTER_CONFIG, OUTPUT, SPLIT, WEIGHTS
+from common.model.peft_adapter import OUTPUT, SPLIT, WEIGHTS
 from common.model.shapes import ModelShape
 from open_llama.evaluation import add_adapter, load_model
 

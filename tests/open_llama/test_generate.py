@@ -14,6 +14,7 @@ from common.data import corpus
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import (
     ConfigError,
+    DataError,
     NonFinite,
     PreflightError,
     StorageError,
@@ -133,14 +134,14 @@ def test_a_wrong_adapter_is_refused_without_asking_for_it_elsewhere(model, tmp_p
         assert "adapter_config.json" in capsys.readouterr().err
 
 
-def test_the_directory_of_a_run_is_no_model_and_no_adapter(model, tmp_path, capsys):
+def test_the_directory_of_a_run_is_its_model_and_has_no_adapter(model, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(model, run / "model")
-    assert generate.main([str(run), "--prompt", "x"]) == ConfigError.exit_code
-    assert "model/ of a run" in capsys.readouterr().err
+    assert generate.main([str(run), "--prompt", "x", "--tokens", "1"]) == 0
+    assert "--- 'x'" in capsys.readouterr().out
     evaluated = ["--data", str(tmp_path / "nothing")]
-    assert evaluation_command.main([str(run), *evaluated]) == ConfigError.exit_code
-    assert "model/ of a run" in capsys.readouterr().err
+    assert evaluation_command.main([str(run), *evaluated]) == DataError.exit_code
+    assert "nothing" in capsys.readouterr().err
     adapter = ["--adapter", str(run)]
     words = [str(run / "model"), *evaluated, *adapter, "--device", "cpu"]
     assert evaluation_command.main(words) == WeightsError.exit_code

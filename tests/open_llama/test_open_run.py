@@ -5,8 +5,10 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +57,12 @@ HIDDEN = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND", "MODEL")
 
 
 def launch(folder: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    process = start(folder, *arguments, **changes)
+    out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start(folder: Path, *arguments: str, **changes: str) -> subprocess.Popen[str]:
     environment = {key: value for key, value in os.environ.items() if key not in HIDDEN}
     environment |= {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -65,7 +73,8 @@ def launch(folder: Path, *arguments: str, **changes: str) -> subprocess.Complete
     }
     environment |= changes
     command = [str(ROOT / "run_and_time.sh"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +103,48 @@ def run_dir(folder) -> Path:
 def evaluations(run_dir: Path) -> list[float]:
     events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
     return [event["loss"] for event in events if event["event"] == "eval"]
+
+
+def losses_of(run_dirs: list[Path]) -> dict[tuple[str, int], float]:
+    """Return (kind, samples) -> loss of each logged step and evaluation of the runs."""
+    losses = {}
+    for run_dir in run_dirs:
+        whole_lines = (run_dir / "events.jsonl").read_text().rpartition("\n")[0]
+        for event in map(json.loads, whole_lines.splitlines()):
+            if event["event"] in ("step", "eval"):
+                losses[event["event"], event["samples"]] = event["loss"]
+    return losses
+
+
+def runs_in(logs: Path) -> list[Path]:
+    return sorted(path.parent for path in logs.glob("open_llama/*/events.jsonl"))
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_by_its_name_alone(folder, tmp_path):
+    """`--continue RUN` needs no config, --set, DATADIR, LOGDIR or SEED. Every loss is equal."""
+    config = tmp_path / "mine.toml"
+    shutil.copy(folder / "my_run.toml", config)
+    command = ["open_llama", "--config", str(config), "--set", "max_samples=3072"]
+    command += ["--set", "eval_interval_samples=1024"]
+    done = launch(folder, *command, LOGDIR=str(tmp_path / "whole"))
+    assert done.returncode == 0, done.stderr
+    cut = tmp_path / "cut"
+    process = start(folder, *command, LOGDIR=str(cut))
+    while process.poll() is None and ("eval", 1024) not in losses_of(runs_in(cut)):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    (run_dir,) = runs_in(cut)
+    assert process.returncode == 130 and f"--continue {run_dir}" in err, err
+    config.unlink()
+    unset = {"DATADIR": "", "LOGDIR": "", "SEED": ""}
+    done = launch(folder, "open_llama", "--continue", str(run_dir), **unset)
+    assert done.returncode == 0, done.stderr
+    both = runs_in(cut)
+    assert len(both) == 2 and (both[1] / "model").is_dir()
+    whole = losses_of(runs_in(tmp_path / "whole"))
+    assert losses_of(both).items() >= whole.items()
 
 
 def test_a_run_learns_and_its_log_passes_the_check(run_dir, folder):
@@ -283,9 +334,7 @@ def test_a_log_of_a_benchmark_of_mlperf_passes_its_open_rules(
 
 def test_eval_of_the_saved_model_is_the_last_evaluation(run_dir, folder):
     arguments = ["--data", str(folder / "data/validation")]
-    done = launch(
-        folder, "open_llama", "eval", str(run_dir / "model"), *arguments, "--sequences", "16"
-    )
+    done = launch(folder, "open_llama", "eval", str(run_dir), *arguments, "--sequences", "16")
     assert done.returncode == 0, done.stderr
     loss = float(done.stdout.split()[1].rstrip(","))
     assert loss == pytest.approx(evaluations(run_dir)[-1], abs=2e-4)
@@ -301,7 +350,7 @@ def test_eval_of_the_saved_model_is_the_last_evaluation(run_dir, folder):
 def test_generate_continues_a_prompt_with_the_saved_model(run_dir, folder):
     pytest.importorskip("transformers")
     arguments = ["--prompt", "def load(", "--tokens", "5"]
-    done = launch(folder, "open_llama", "generate", str(run_dir / "model"), *arguments)
+    done = launch(folder, "open_llama", "generate", str(run_dir), *arguments)
     assert done.returncode == 0, done.stderr
     assert "def load(" in done.stdout.splitlines()[1]
 

@@ -34,3 +34,25 @@ def test_the_run_that_was_continued(tmp_path):
     write_log(tmp_path, "b", 1)
     paths = [tmp_path / name / "result.txt" for name in "abc"]
     assert [RunRecord.read(path).continues for path in paths] == ["before", "", ""]
+
+
+@pytest.mark.parametrize("status", ["success", "aborted", ""])
+def test_training_after_the_last_evaluation_is_an_anomaly_of_a_result_only(tmp_path, status):
+    """A run that is interrupted ends anywhere, also between two evaluations."""
+    lines = [
+        ("run_start", None, {}),
+        ("block_start", None, {"samples_count": 0}),
+        ("block_stop", None, {"samples_count": 64}),
+        ("eval_accuracy", 5.0, {"samples_count": 64}),
+        ("block_start", None, {"samples_count": 64}),
+        ("block_stop", None, {"samples_count": 96}),
+        ("run_stop", None, {"status": status}),
+    ]
+    text = ""
+    for number, (key, value, metadata) in enumerate(lines[: 7 if status else 6]):
+        line = {"time_ms": 1000 * number, "key": key, "value": value, "metadata": metadata}
+        text += f":::MLLOG {json.dumps(line)}\n"
+    (tmp_path / "result.txt").write_text(text)
+    run = RunRecord.read(tmp_path / "result.txt")
+    assert run.trained == 96 and run.samples == 64
+    assert any("96" in note for note in run.notes) == (status == "success")

@@ -224,6 +224,45 @@ def test_the_legend_shows_the_last_values_follows_the_mouse_and_hides_a_curve(op
     page.wait_for_function(f"() => ({PAINTED})()[0][0] < {before} / 2")
 
 
+def test_the_legend_is_reached_and_used_by_the_keyboard(opened, pages):
+    page = opened(pages["comparison"][0], 1280, "light")
+    name = page.locator(".u-label[role=button]").first
+    for key, pressed in (("Enter", "false"), (" ", "true")):
+        name.focus()
+        page.keyboard.press(key)
+        page.wait_for_function(
+            "wanted => document.activeElement.getAttribute('aria-pressed') === wanted", arg=pressed
+        )
+        shown = page.evaluate("document.querySelector('figure.chart').plot.series[1].show")
+        assert shown == (pressed == "true")
+    labels = page.locator("canvas").evaluate_all(
+        "all => all.map(canvas => canvas.getAttribute('aria-label'))"
+    )
+    assert labels and all("last" in label for label in labels)
+
+
+def test_on_paper_a_chart_is_a_still_picture_on_white(opened, pages):
+    page = opened(pages["run"][0], 800, "dark")
+    page.emulate_media(media="print")
+    assert page.locator("svg.still").first.is_visible()
+    assert not page.locator(".uplot").first.is_visible()
+    color = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(color) == "rgb(255, 255, 255)"
+    assert max(page.evaluate(HIDDEN)) <= 1
+
+
+def test_without_javascript_every_chart_is_a_still_picture(browser, pages):
+    path, charts = pages["run"]
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    pictures = page.locator("svg.still")
+    assert pictures.count() == charts
+    assert all(pictures.nth(index).is_visible() for index in range(charts))
+    assert not page.locator(".hint").is_visible()
+    context.close()
+
+
 def test_a_drag_zooms_and_a_double_click_shows_all_again(opened, pages):
     page = opened(pages["run"][0], 1280, "light")
     over = page.locator("figure.chart", has_text="step time, ms").locator(".u-over")

@@ -104,6 +104,16 @@ def test_score_says_that_the_logs_of_a_rehearsal_are_invented(invented, capsys):
     assert "10 logs INVENTED" in capsys.readouterr().out
 
 
+def test_check_and_score_take_the_whole_tree(invented, capsys):
+    """The tree also holds reports of the official tools, such as result_summarizer_6.1.0.txt."""
+    assert list(invented[0].glob("result_*.txt"))
+    assert check.main([str(invented[0])]) == 20
+    assert f"{10 * len(NAMES)} logs" in capsys.readouterr().out
+    score.main([str(invented[0])])
+    out, err = capsys.readouterr()
+    assert out.count("10 logs INVENTED") == len(NAMES) and not err
+
+
 @pytest.mark.parametrize("org", [rehearsal.marked("Acme"), rehearsal.marked("Acme").lower()])
 def test_package_refuses_the_name_of_a_rehearsal(invented, org, tmp_path):
     (system,) = invented[0].glob("*/systems/*.json")

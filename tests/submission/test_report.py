@@ -760,6 +760,27 @@ def test_what_differs_between_runs_is_named(two):
     assert "A: NCCL_MAX_CTAS 4\nB: NCCL_MAX_CTAS 8" in text and "recompute_layers" in text
 
 
+def test_what_differs_comes_first_and_names_the_curves_and_the_seeds(two):
+    one, other = two
+    for run, rate in ((one, 0.003), (other, 0.001)):
+        (run / "config.toml").write_text(f'gpu = "MI355X"\nopt_base_learning_rate = {rate}\n')
+    log = other / "result.txt"
+    assert report.main([str(one), str(other)]) == 0
+    text = read_page(one / "compared_with_slower.html")
+    assert text.index("What differs") < text.index("Results")
+    names = [curve["name"] for curve in charts(text)["evaluation loss"]["series"]]
+    assert names == ["A, opt_base_learning_rate 0.003", "B, opt_base_learning_rate 0.001"]
+    assert "seeds differ" not in text
+    changed = [
+        line | {"value": 12345} if line["key"] == "seed" else line
+        for line in synthetic_run.records(log)
+    ]
+    synthetic_run.write_records(log, changed)
+    assert report.main([str(one), str(other)]) == 0
+    text = read_page(one / "compared_with_slower.html")
+    assert "seeds differ" in text and "B: 12345" in text
+
+
 def test_a_series_is_not_put_beside_a_run(run_dir, series, capsys):
     assert report.main([str(run_dir), str(series)]) == 2
     assert "score A --against B" in capsys.readouterr().err and not list(run_dir.glob("*.html"))

@@ -2,13 +2,14 @@
 
 import fcntl
 import json
+from dataclasses import replace
 
 import pytest
 from synthetic_run import LORA, records, write_good, write_records
 
 from common.records import ledger
 from common.records.run_states import WORDS, words
-from submission import run_list
+from submission import run_list, run_list_page
 
 COMMIT = "0123456789abcdef"
 
@@ -90,6 +91,54 @@ def test_the_table_counts_states_in_words(log_dir, capsys):
     out = capsys.readouterr().out
     assert "4 runs: 1 target reached" in out and "1 interrupted" in out
     assert "run_b" in out and COMMIT[:9] in out
+
+
+def set_keys(log_dir, run, **keys):
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+    (log_dir / "toy" / run / "config.toml").write_text(text)
+
+
+def test_a_key_in_which_runs_differ_is_a_column(log_dir, capsys):
+    set_keys(log_dir, "run_a", gpu="CPU", weight_decay=0.1, schedule="cosine", max_samples=64)
+    set_keys(log_dir, "run_b", gpu="H200", weight_decay=0.1, schedule="linear", max_samples=128)
+    rows = run_list.rows_of(log_dir)
+    columns = run_list.columns_of(rows)
+    added = {column.head: column.is_text for column in columns[len(run_list.COLUMNS) :]}
+    assert added == {"schedule": True, "max_samples": False}
+    assert run_list.cells(rows[1], columns)[-2:] == ["linear", "128"]
+    assert run_list.cells(rows[3], columns)[-2:] == ["-", "-"], "a lost run without a config"
+    assert run_list.main([str(log_dir)]) == 0
+    assert "max_samples" in capsys.readouterr().out
+    page = run_list_page.run_list_page(rows, log_dir)
+    assert "max_samples" in page and "weight_decay" not in page
+
+
+def test_shipped_configs_are_told_apart_by_their_names(tmp_path):
+    """A column only for keys in which runs with the same file of configs/ differ."""
+    for series, config, batch in (("a", "H200_1x8", 32), ("b", "B200_1x8", 16), ("c", "mine", 8)):
+        folder = tmp_path / "llama31_8b"
+        add_run(folder, series)
+        path = folder / ledger.NAME
+        path.write_text(path.read_text().replace("CPU_1x1.toml", f"{config}.toml"))
+        (folder / f"run_{series}/config.toml").write_text(f"global_batch_size = {batch}\n")
+        for line in path.read_text().splitlines():
+            assert "CPU_1x1" not in line
+    rows = run_list.rows_of(tmp_path)
+    rows = [replace(row, config=name) for row, name in zip(rows, NAMES, strict=True)]
+    assert len(run_list.columns_of(rows)) == len(run_list.COLUMNS)
+    rows[1] = replace(rows[1], config="H200_1x8+modified.toml")
+    assert run_list.columns_of(rows)[-1].head == "global_batch_size"
+
+
+NAMES = ("H200_1x8.toml", "B200_1x8.toml", "mine.toml")
+
+
+@pytest.mark.parametrize("column", run_list.COLUMNS, ids=lambda column: column.head)
+def test_a_column_of_numbers_is_right_aligned(log_dir, column):
+    cells = [column.value(row) for row in run_list.rows_of(log_dir)]
+    numbers = [cell for cell in cells if cell.replace(".", "").replace(",", "").isdecimal()]
+    if numbers and column.head != "commit":
+        assert not column.is_text
 
 
 def test_json(log_dir, capsys):

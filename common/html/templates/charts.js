@@ -53,11 +53,32 @@ function ranges(spec) {
   return {x: {...scale(bases.x), time: false, range: (plot, low, high) => low === plot.data[0][0] && high === plot.data[0].at(-1) ? whole : [low, high]}, y: {...scale(bases.y), range: y}};
 }
 
+// A screen reader reads the words of the still picture, and the names in the legend are buttons for the keyboard.
+function name(figure, plot) {
+  const canvas = figure.querySelector("canvas");
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", figure.querySelector("svg").getAttribute("aria-label"));
+  figure.querySelectorAll(".u-legend tr").forEach((row, index) => {
+    row.querySelector("th").setAttribute("scope", "row");
+    if (!index) return;
+    const label = row.querySelector(".u-label");
+    const tell = () => label.setAttribute("aria-pressed", String(plot.series[index].show));
+    Object.assign(label, {tabIndex: 0, role: "button"});
+    label.addEventListener("keydown", event => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      label.click();
+    });
+    row.addEventListener("click", () => setTimeout(tell));
+    tell();
+  });
+}
+
 function draw(figure) {
   const spec = JSON.parse(figure.querySelector("script").textContent);
   const size = () => ({width: figure.clientWidth, height: figure.clientWidth < 560 ? 220 : 300});
   const series = spec.series.map(curve => ({
-    label: curve.name, stroke: curve.color, width: curve.dots ? 2 : 1.4, dash: curve.dashed ? [6, 3] : undefined, spanGaps: true,
+    label: curve.name, stroke: curve.color, width: curve.dots ? 2 : 1.4, dash: curve.dash, spanGaps: true,
     ...(curve.scatter ? {paths: () => null} : {}),
     points: {show: curve.dots || curve.data[0].length === 1, size: 7, fill: curve.color}, value: (plot, value) => short(value),
   }));
@@ -72,8 +93,11 @@ function draw(figure) {
     axes: [axis({label: spec.x, labelSize: 18, size: 28, space: 80, ...(spec.log ? {values: ticks} : {})}), axis({size: room, values: ticks})], plugins: [levels(spec), lastValues(spec)],
     cursor: {sync: spec.sync ? {key: spec.sync, setSeries: true} : undefined, focus: {prox: 24}}, focus: {alpha: 0.25},
   }, uPlot.join(spec.series.map(curve => curve.data)), figure);
+  figure.classList.add("drawn");
+  name(figure, plot);
   new ResizeObserver(() => figure.clientWidth === plot.width || plot.setSize(size())).observe(figure);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw(false, true));
 }
 
 document.querySelectorAll("figure.chart").forEach(draw);
+document.querySelector(".hint").hidden = false;

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.command_line import Parser
 from common.model.shapes import ModelShape
+from common.training.arguments import weights_of
 from common.values import existing_path
 
 ABOUT = """Merge trained adapters into the base weights and write the result as a new checkpoint.
@@ -18,21 +19,21 @@ Each weight becomes W + (alpha / rank) * B @ A, rounded once to the dtype of the
 
 def merge_parser(benchmark: str) -> Parser:
     """Return the parser. Its arguments are the paths base, adapter and out."""
-    example = f"{benchmark} merge --base BASE --adapter RUN/adapter --out merged"
+    example = f"{benchmark} merge --adapter RUN --out merged"
     parser = Parser(f"{benchmark} merge", ABOUT, [example])
     parser.add_argument(
         "--base",
         type=existing_path,
-        required=True,
         metavar="DIR",
-        help="base checkpoint in safetensors, with fused (qkv_proj) or separate projections",
+        help="base checkpoint in safetensors, with fused (qkv_proj) or separate projections "
+        "(default: the folder that adapter_config.json names)",
     )
     parser.add_argument(
         "--adapter",
         type=existing_path,
         required=True,
         metavar="DIR",
-        help="adapter directory of a run",
+        help="a run, or its adapter/",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="new directory for the checkpoint"
@@ -48,4 +49,8 @@ def merge_adapters(
     """Merge the adapters that `options` name. `models`, `left_out`: see `merged_adapter.merge`."""
     from common.model.merged_adapter import merge  # needs torch, which --help must not
 
-    merge(options.base, options.adapter, options.out, models, left_out)
+    if options.base:
+        weights = weights_of(options.base, options.adapter)
+    else:
+        weights = weights_of(options.adapter)
+    merge(weights.model, weights.adapter or options.adapter, options.out, models, left_out)
