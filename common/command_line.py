@@ -392,7 +392,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Return the values of `action`. Raises ConfigError if one is empty or given twice."""
-        name = str((action.option_strings or [action.metavar or action.dest])[-1])
+        name = str([action.metavar or action.dest, *action.option_strings][-1])
         is_free = action.const == "" or action.nargs in (argparse.PARSER, argparse.REMAINDER)
         is_free = is_free or action.metavar == "TEXT"  # a prompt
         if not is_free and any(not text.strip() for text in arg_strings):

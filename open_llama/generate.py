@@ -44,8 +44,10 @@ def generate(options: argparse.Namespace) -> None:
         raise ConfigError(str(error), why, pip_install("transformers")) from error
     from open_llama.tokenizer import load_tokenizer, tokenizer_files
 
-    own = weights.adapter and tokenizer_files(weights.adapter)
-    folder = options.tokenizer or (weights.adapter if own else weights.model)
+    beside = weights.model
+    if weights.adapter and tokenizer_files(weights.adapter):
+        beside = weights.adapter
+    folder = options.tokenizer or beside
     # A prompt may hold control tokens, such as a chat template's.
     tokenizer = load_tokenizer(folder, options.eos, control_tokens=True)
     if options.chat:
