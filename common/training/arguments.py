@@ -108,6 +108,8 @@ def weights_of(argument: Path, adapter: Path | None = None) -> Weights:
     Raises ConfigError if there are no such weights, WeightsError if adapter_config.json is damaged.
     """
     if adapter:
+        if not adapter.is_dir():
+            raise ConfigError(f"{adapter}: no such folder", WEIGHTS, NAME_WEIGHTS)
         inside = adapter / ADAPTER
         model = _weights_in(argument).model if _has_weights(argument) else argument
         return Weights(model, inside if _is_adapter(inside) else adapter)

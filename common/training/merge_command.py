@@ -9,7 +9,6 @@ from pathlib import Path
 from common.command_line import Parser
 from common.model.shapes import ModelShape
 from common.training.arguments import weights_of
-from common.values import existing_path
 
 ABOUT = """Merge trained adapters into the base weights and write the result as a new checkpoint.
 
@@ -23,17 +22,13 @@ def merge_parser(benchmark: str) -> Parser:
     parser = Parser(f"{benchmark} merge", ABOUT, [example])
     parser.add_argument(
         "--base",
-        type=existing_path,
+        type=Path,
         metavar="DIR",
         help="base checkpoint in safetensors, with fused (qkv_proj) or separate projections "
         "(default: the folder that adapter_config.json names)",
     )
     parser.add_argument(
-        "--adapter",
-        type=existing_path,
-        required=True,
-        metavar="DIR",
-        help="a run, or its adapter/",
+        "--adapter", type=Path, required=True, metavar="DIR", help="a run, or its adapter/"
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="new directory for the checkpoint"

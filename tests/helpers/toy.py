@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -195,11 +196,25 @@ for name in ("t.bin", "t.idx", "v.bin", "v.idx"):
     (folder / name).write_text("x")
 print("prepared")
 """
-# The command line imports the module of a command for its options, which must not run it.
-STUB = "if __name__ != '__main__': raise ImportError\n"
-CHECK = (
-    STUB
-    + """
+
+
+def stub(body: str) -> str:
+    """Return a command's module, whose options the launcher reads, that runs `body` if started."""
+    return STUB + textwrap.indent(body, "    ")
+
+
+STUB = """
+from common.command_line import Parser
+
+def parser(*_):
+    stub = Parser("stub")
+    stub.add_argument("words", nargs="*")
+    stub.add_argument("--some")
+    return stub
+
+if __name__ == "__main__":
+"""
+CHECK = stub("""
 import os, pathlib, sys, time
 deadline = time.monotonic() + 30
 if os.path.exists("hold_check"):
@@ -211,9 +226,8 @@ code = int(os.environ.get('FINDINGS', 0))
 if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
-"""
-)
-REPORT = STUB + (
+""")
+REPORT = stub(
     "import pathlib, sys; pathlib.Path(sys.argv[1], 'report.html').write_text('<html>'); "
     "print('report.html', 'advice of the toy', sep='\\n')"
 )
@@ -237,6 +251,8 @@ def make_project(root: Path, torchrun: str = "") -> Path:
             ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__")
         )
     shutil.copy(ROOT / "run_and_time.sh", root)
+    (root / "submission").mkdir()
+    shutil.copy(ROOT / "submission/prerequisites.py", root / "submission")
     config = (
         (ROOT / "configs/llama31_8b/CPU_1x1.toml")
         .read_text()

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from toy import STUB, TORCHRUN, alive, finish, launch, make_project, shorten, wait_until
+from toy import TORCHRUN, alive, finish, launch, make_project, shorten, stub, wait_until
 
 from common.data.manifest import Manifest, facts_of
 from common.errors import ConfigError, DataError
@@ -273,10 +273,10 @@ def test_commands_of_submission_get_the_rest_of_the_line_and_no_torch(
     project, tmp_path, subcommand
 ):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
-    (project / "submission/score.py").write_text(STUB + "import sys; print('score', sys.argv[1:])")
+    (project / "submission/score.py").write_text(stub("import sys; print('score', sys.argv[1:])"))
     for name in ("describe", "package"):
         (project / f"submission/{name}.py").write_text(
-            STUB + f"import sys; print({name!r}, sys.argv[1:]); sys.exit(20)"
+            stub(f"import sys; print({name!r}, sys.argv[1:]); sys.exit(20)")
         )
     code, out, err = finish(
         launch(
@@ -302,12 +302,12 @@ def test_commands_of_submission_get_the_rest_of_the_line_and_no_torch(
 
 def test_a_signal_reaches_the_module_of_a_command(project, tmp_path):
     """The command can end its own processes before it is killed."""
-    stub = STUB + (
+    command = stub(
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); "
         "print('ready', *sys.argv[1:], flush=True); time.sleep(60)"
     )
     (project / "throughput").mkdir(exist_ok=True)
-    (project / "throughput/__main__.py").write_text(stub)
+    (project / "throughput/__main__.py").write_text(command)
     process = launch(project, tmp_path, "throughput", "gemm", benchmark="")
     assert process.stdout.readline() == "ready gemm\n"
     process.send_signal(signal.SIGTERM)

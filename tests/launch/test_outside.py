@@ -245,7 +245,7 @@ def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(
     tmp_path, capfd, error, kind, words
 ):
     record = ledger.SeriesRecord("s", 1, {"commit": None})
-    selection = type("Selection", (), {"log_name": "a.toml", "path": Path("a.toml")})
+    selection = type("Selection", (), {"log_name": "a.toml", "stem": "a"})
     line = series.SeriesRunner(tmp_path, record, selection)
     line.append("series", started="", goal=1, facts={})
 
@@ -266,7 +266,7 @@ def test_what_fails_in_the_launcher_ends_the_attempt_in_the_ledger(
 
 def test_what_fails_in_the_launcher_after_run_stop_is_a_late_error(tmp_path, monkeypatch):
     record = ledger.SeriesRecord("s", 2, {"commit": None})
-    selection = type("Selection", (), {"log_name": "a.toml", "path": Path("a.toml")})
+    selection = type("Selection", (), {"log_name": "a.toml", "stem": "a"})
     line = series.SeriesRunner(tmp_path, record, selection)
     line.append("series", started="", goal=2, facts={})
     seeds = []
@@ -296,7 +296,7 @@ def test_what_fails_in_the_launcher_after_run_stop_is_a_late_error(tmp_path, mon
 def test_a_result_stands_although_its_launcher_was_killed(tmp_path, status):
     """The attempt is entered when the series is resumed."""
     record = ledger.SeriesRecord("s", 2, {"commit": None})
-    selection = type("Selection", (), {"log_name": "a.toml", "path": Path("a.toml")})
+    selection = type("Selection", (), {"log_name": "a.toml", "stem": "a"})
     killed = series.SeriesRunner(tmp_path, record, selection)
     killed.append("series", started="", goal=2, facts={})
     run_dir = tmp_path / "run"

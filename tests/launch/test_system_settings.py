@@ -113,6 +113,7 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
         environment={},
         node=Node(),
         continues=None,
+        checkpoint=None,
         selection=Namespace(device="cpu"),
         rules=None,
         data_dir=None,
