@@ -109,7 +109,7 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
 
     given = Namespace(
         benchmark="llama31_8b",
-        config=Namespace(miniature=False),
+        config=Namespace(miniature=False, platform="H200_1x8"),
         environment={},
         node=Node(),
         continues=None,

@@ -48,7 +48,7 @@ def test_too_few_sequences_for_an_evaluation_start_nothing(tmp_path, monkeypatch
         (STREAM, [2048], [128 * 2048 + 1], (2048, 0)),
         (DOCUMENTS, [2], [2] * 64, None),
         (DOCUMENTS, [2], [2] * 63 + [1, 1], (64, 63)),
-        (DOCUMENTS, [1, 1], [2] * 64, (2, 0)),
+        (DOCUMENTS, [1, 1], [2] * 64, ("to predict", 0)),
     ],
 )
 def test_sequences_and_documents_are_counted(tmp_path, path, train, validation, numbers):
