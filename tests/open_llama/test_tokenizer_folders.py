@@ -128,7 +128,7 @@ def prepare(data_dir: Path, tokenizer: Path, inputs: Path) -> int:
 
 @pytest.fixture
 def inputs(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     path = tmp_path / "input.jsonl"
     texts = [f"{SPELLED} {number}</s>" for number in range(40)]
     path.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
