@@ -230,7 +230,8 @@ def _write_parts(pipe: Connection, work: Work) -> None:
         encode = work.load(work.tokenizer)
         pipe.send(None)
         while task := pipe.recv():
-            write_part(*task, work, encode, pipe.send)
+            part, path = task
+            write_part(part, path, work, encode, pipe.send)
             pipe.send(None)
     except BaseException as error:
         error.add_note(traceback.format_exc())
