@@ -405,6 +405,12 @@ def resume_series(series: SeriesRunner, identity: dict, request: SeriesRequest) 
     Raise ConfigError if anything that must stay the same has changed.
     """
     record = series.record
+    if not record.identity:
+        raise ConfigError(
+            f"cannot resume series {record.id}: its first line in {series.path} is damaged",
+            "the line has the system, code and configuration of all its runs",
+            "restore the line from a copy, or start a new series without --resume",
+        )
     changed = [
         f"{key} was {record.identity.get(key)}, now {value}"
         for key, value in identity.items()

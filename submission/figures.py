@@ -92,7 +92,7 @@ def figures_of(run: Run) -> dict[str, float | None]:
 
     tokens/s/GPU is the mean over all training blocks, as in `runs` and `score`. The other speeds
     are the median of the steps. GPU-hours count the GPUs of all nodes, from run_start to run_stop.
-    kWh is the energy of the sampled GPUs in the same time.
+    kWh is the energy in the same time, unknown on several nodes, where only node 0 has samples.
     """
     figures: dict[str, float | None] = dict.fromkeys(FORMS)
     seconds = phases(run)
@@ -112,7 +112,8 @@ def figures_of(run: Run) -> dict[str, float | None]:
     figures["GiB, peak"] = max(memory, default=None)
     if run.gpus and run.gpu != "CPU" and run.minutes is not None:
         figures["GPU-hours"] = run.gpus * run.minutes / 60
-    figures["GPU kWh"] = gpu_samples.energy_kwh(gpu_samples.read_samples(run))
+    if run.nodes <= 1:
+        figures["GPU kWh"] = gpu_samples.energy_kwh(gpu_samples.read_samples(run))
     return figures
 
 

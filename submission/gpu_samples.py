@@ -77,6 +77,8 @@ def read_samples(run: Run) -> Samples:
             samples.source = str(record.get("source"))
             samples.gpus = gpus
             samples.rows = [[] for _ in gpus]
+            if run.nodes > 1:
+                samples.notes.append("these are the GPUs of node 0")
             start = run.log.first("run_start")
             stop = run.log.first("run_stop")
             low = start.time_ms / 1e3 - time if start else 0.0

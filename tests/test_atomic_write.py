@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 import time
-from multiprocessing import Value
 from pathlib import Path
 
 import pytest
@@ -194,8 +193,8 @@ def test_names_and_modes_are_those_of_an_ordinary_file(tmp_path, name):
 
 
 def part_of_text(path: Path) -> None:
-    text_parts._start_worker(text_parts.Work(path, lambda path: list, 9, "text"), Value("q", 0))
-    text_parts.write_part([], path, text_parts.Work(path, lambda path: list, 9, "text"))
+    work = text_parts.Work(path, lambda path: list, 9, "text")
+    text_parts.write_part([], path, work, list, lambda size: None)
 
 
 def token_files(path: Path) -> None:

@@ -16,14 +16,14 @@ import os
 import shutil
 import signal
 import threading
+import traceback
 import zipfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from common.data.manifest import PairFacts
 from common.data.preparation import require_unchanged, say
 from common.data.text_documents import Key
 from common.data.text_inputs import Source, bytes_of, divide, documents, draw_of, no_documents
-from common.errors import DataError, RunError, StorageError, first_line, write_text
+from common.errors import DataError, RunError, StorageError, first_line, listed, write_text
 from common.terminal import Progress
 
 # Encoded in one call: documents, until they have this many characters.
@@ -60,6 +60,8 @@ PARTS_VERSION = 3
 
 # From texts to documents of ids, [tokens], or of ids and their mask, [2, tokens].
 Encode = Callable[[list[str]], Sequence[ArrayLike]]
+
+PROCESSES = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -129,49 +131,85 @@ def tokenize(parts: list[list[Source]], folder: Path, work: Work, processes: int
     """Write the missing parts to `folder`, in `processes` worker processes."""
     sizes = [sum(map(bytes_of, part)) for part in parts]
     missing = [number for number in range(len(parts)) if not _part(folder, number).is_file()]
-    done = sum(sizes) - sum(sizes[number] for number in missing)
+    done = sum(sizes) - sum(sizes[number] for number in missing)  # bytes
     if done:
         say(f"continuing: {len(parts) - len(missing)} of {len(parts)} parts are complete")
-    context = multiprocessing.get_context("spawn")
-    try:
-        read = context.Value("q", done)  # bytes, also of parts that are not complete
-        pool = ProcessPoolExecutor(processes, context, _start_worker, (work, read))
-    except OSError as error:
-        raise StorageError(
-            f"/dev/shm: {error.strerror}",
-            "processes share locks there",
-            "free space and inodes of /dev/shm, and mount it writable",
-        ) from error
+    tasks = ((parts[number], _part(folder, number)) for number in missing)
+    workers: list[_Worker] = []
     try:
         with Progress("tokenizing", sum(sizes), "B") as progress:
             progress.at(done)
-            pending: set[Future[None]] = {
-                pool.submit(write_part, parts[number], _part(folder, number), work)
-                for number in missing
-            }
-            while pending:
-                complete, pending = wait(pending, LOOK_S, FIRST_COMPLETED)
-                for future in complete:
-                    future.result()
-                progress.at(min(read.value, sum(sizes)))
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"a process that tokenizes by {work.tokenizer} ended",
-            "it crashed, the system killed it because memory ran out, or a regular expression of "
-            f"the tokenizer backtracked for more than {BATCH_FLOOR_S:g} s on a document",
-            "start again with fewer --processes; complete parts are kept",
-        ) from error
+            workers += [_Worker(work) for _ in missing[:processes]]
+            while busy := [worker for worker in workers if worker.is_busy]:
+                ready = wait([worker.pipe for worker in busy], LOOK_S)
+                for worker in busy:
+                    if worker.pipe in ready:
+                        done += worker.follow(tasks)
+                progress.at(min(done, sum(sizes)))
     except OSError as error:
         if folder.is_dir():
             raise
         why = "something removed it while the text was tokenized"
         raise DataError(f"{folder} is missing", why, "run the command again") from error
-    except BaseException:
-        for worker in multiprocessing.active_children():  # one part may take hours
-            worker.terminate()
-        raise
     finally:
-        pool.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.end()
+
+
+Task = tuple[list[Source], Path]  # a part, and the file to write
+
+
+class _Worker:
+    """A process that writes parts. It gets them by a pipe, because locks need /dev/shm."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.task: Task | None = None
+        self.is_busy = True
+        self.pipe, theirs = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(target=_write_parts, args=(theirs, work), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def follow(self, tasks: Iterator[Task]) -> int:
+        """Read one message, and answer with the next task if it asks for one.
+
+        Return the bytes that were read for a part since the last message. Raises the error of the
+        process, and DataError if it died.
+        """
+        try:
+            message = self.pipe.recv()
+            if message is None:
+                self.task = next(tasks, None)
+                self.is_busy = self.task is not None
+                self.pipe.send(self.task)
+                return 0
+        except (EOFError, ConnectionError) as error:
+            raise self._death() from error
+        if isinstance(message, BaseException):
+            raise message
+        return int(message)
+
+    def _death(self) -> DataError:
+        self.process.join()
+        code = self.process.exitcode
+        paths = [source.path for source in self.task[0]] if self.task else []
+        why = "it crashed: the tokenizer or a file that it read is damaged"
+        do = "repair or leave out the file; complete parts are kept"
+        if code == -signal.SIGALRM:
+            why = "a regular expression of the tokenizer backtracked for more than"
+            why += f" {BATCH_FLOOR_S:g} s on a document"
+        elif code == -signal.SIGKILL:
+            why = "somebody or the system killed it, probably because memory ran out"
+            do = "start again with fewer --processes; complete parts are kept"
+        what = f"a process that tokenizes by {self.work.tokenizer} ended with exit code {code}"
+        return DataError(f"{what}, reading {listed(paths, 3)}" if paths else what, why, do)
+
+    def end(self) -> None:
+        """End the process at once: one part may take hours."""
+        self.process.terminate()
+        self.pipe.close()
+        self.process.join()
 
 
 def _part(folder: Path, number: int) -> Path:
@@ -182,30 +220,22 @@ def _tokens(part: Path, split: str) -> Path:
     return part.with_suffix(f".{split}.bin")
 
 
-_encode: Encode | None = None  # this worker process's
-_read: Any = None  # counter of the bytes that all workers have read
-
-
-def _start_worker(work: Work, read: Any) -> None:
-    global _encode, _read
-    _encode = None
-    _read = read
+def _write_parts(pipe: Connection, work: Work) -> None:
+    """Ask for tasks by None and write their parts. Send the numbers of bytes read, and errors."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic in Rust prints lines of its own
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-class _Count:
-    """The bytes of a part that are read, which `_read` has too."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def add(self, size: int) -> None:
-        self.bytes += size
-        with _read.get_lock():
-            _read.value += size
+    try:
+        encode = work.load(work.tokenizer)
+        pipe.send(None)
+        while task := pipe.recv():
+            part, path = task
+            write_part(part, path, work, encode, pipe.send)
+            pipe.send(None)
+    except BaseException as error:
+        error.add_note(traceback.format_exc())
+        pipe.send(error)
 
 
 def _end_with(parent: BaseProcess) -> None:
@@ -214,25 +244,34 @@ def _end_with(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-def write_part(part: list[Source], path: Path, work: Work) -> None:
+def write_part(
+    part: list[Source], path: Path, work: Work, encode: Encode, on_read: Callable[[int], object]
+) -> None:
     """Tokenize the documents of `part`, and write `path` last: if it exists, the part is complete.
 
     `_tokens(path, split)` has the tokens of a split's documents one after another, each document
     with its mask behind it if it has one. `path` has their lengths in tokens, and as `fractions`
     the lowest and highest validation fraction at which a document changes its split, float64
     [1, 2], or [0, 2] without documents.
+
+    `encode`: the function that `work` loads.
+    `on_read`: called with numbers of bytes. Their sum is the size of the part.
     """
+    unread = sum(map(bytes_of, part))
+
+    def count(size: int) -> None:
+        nonlocal unread
+        unread -= size
+        on_read(size)
+
     dtype = token_dtype(work.vocab_size)
     lengths = {split: array("q") for split in SPLITS}
     draws: list[int] = []  # the lowest and the highest
-    read = _Count()
-    texts = chain.from_iterable(
-        documents(each, work.key, work.blank_lines, read.add) for each in part
-    )
+    texts = chain.from_iterable(documents(each, work.key, work.blank_lines, count) for each in part)
     with ExitStack() as stack:
         files = {split: stack.enter_context(new_file(_tokens(path, split))) for split in SPLITS}
         for batch in _batches(texts):
-            for text, ids in zip(batch, _encoded(batch, work), strict=True):
+            for text, ids in zip(batch, _encoded(batch, work, encode), strict=True):
                 if ids.size:
                     draw = draw_of(text)
                     split = split_of(draw, work.validation_fraction)
@@ -243,7 +282,7 @@ def write_part(part: list[Source], path: Path, work: Work) -> None:
     ends = [[draw / 2**64 for draw in draws]] if draws else []
     with new_file(path) as file:
         np.savez(file, fractions=np.array(ends).reshape(-1, 2), **arrays)  # type: ignore[arg-type]
-    read.add(sum(map(bytes_of, part)) - read.bytes)  # it is exact now
+    on_read(unread)  # negative if blocks overlap
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -261,18 +300,15 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encoded(texts: list[str], work: Work) -> list[np.ndarray]:
+def _encoded(texts: list[str], work: Work, encode: Encode) -> list[np.ndarray]:
     """Return the documents of `texts`, int64. Ends this process if that takes too long.
 
     Raises DataError if the tokenizer fails, or if an id is outside its vocabulary.
     """
-    global _encode
-    if _encode is None:
-        _encode = work.load(work.tokenizer)
     limit_s = BATCH_FLOOR_S + sum(map(len, texts)) / CHARACTERS_PER_S
     signal.setitimer(signal.ITIMER_REAL, limit_s)  # its signal ends a process without a handler
     try:
-        encoded = [np.array(ids, np.int64) for ids in _encode(texts)]
+        encoded = [np.array(ids, np.int64) for ids in encode(texts)]
         largest = max((int(ids.max()) for ids in encoded if ids.size), default=0)
         if largest >= work.vocab_size:
             raise ValueError(f"token id {largest} in a vocabulary of {work.vocab_size} tokens")

@@ -84,10 +84,15 @@ def utilization(
 def remark(found: list[Utilization]) -> str:
     """Return a remark on an implausible MFU, "" for a plausible one."""
     highest = max(each.mfu for each in found)
+    if min(each.mfu for each in found) > 1:
+        return (
+            "Above 100 % by every convention: the tokens, seconds, precision, peak or number of "
+            "GPUs must be wrong."
+        )
     if highest > 1:
         return (
-            "Above 100 % by one convention: the tokens, seconds, precision, peak or number of GPUs "
-            "must be wrong."
+            "A convention above 100 % is not that of this step: it counts products that were not "
+            "computed, or not at this precision."
         )
     if highest < LOW:
         return (

@@ -122,8 +122,8 @@ def append(path: Path, line: dict) -> None:
     """
     try:
         flags = os.O_RDWR | os.O_APPEND
-        # Only the first line of a series creates the file. A new ledger does not know the series of
-        # any other line, so `read` would skip it.
+        # Only the first line of a series creates the file. A new ledger would lack the facts of the
+        # series of any other line.
         if line["event"] == "series":
             flags |= os.O_CREAT
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +206,11 @@ def choose(path: Path, wanted: str) -> SeriesRecord | None:
 
 
 def read(path: Path) -> list[SeriesRecord]:
-    """Return all series, oldest first. Truncated and invalid lines are skipped."""
+    """Return all series, oldest first. Truncated and invalid lines are skipped.
+
+    A series whose first line is among these has no identity, and its goal is the number of its
+    attempts.
+    """
     records: dict[str, SeriesRecord] = {}
     latest = ""
     lines, _ = json_lines.read(path)
@@ -214,13 +218,15 @@ def read(path: Path) -> list[SeriesRecord]:
         name = line["series"]
         if line["event"] == "series":
             records[name] = SeriesRecord(name, line["goal"], line["facts"])
-        elif name in records:
-            records[name].add(line)
-        if line["event"] == "start" and name in records:
+        elif line["event"] == "start" or name in records:
+            records.setdefault(name, SeriesRecord(name, goal=0)).add(line)
+        if line["event"] == "start":
             started = str(line.get("started", ""))
             if STARTED.fullmatch(started):
                 latest = max(latest, started)
             records[name].order[line["attempt"]] = (latest, number)
+    for record in records.values():
+        record.goal = record.goal or max(1, record.next_attempt - 1)
     return list(records.values())
 
 

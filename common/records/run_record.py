@@ -161,6 +161,8 @@ class RunRecord:
         self.benchmark = str(self.log.last("submission_benchmark") or "")
         self.org = str(self.log.value("submission_org") or "")
         self.division = str(self.log.value("submission_division") or "")
+        if self.unreadable and self.folder.resolve().parent.name == benchmarks.open_benchmark():
+            self.division = OPEN  # so its config.toml says whether it had a target
         self.batch = int(batch) if is_number(batch) and batch >= 1 else None
         self.notes += [f"line {bad.line}: {bad.reason}" for bad in self.log.bad[:3]]
         self._read_result()

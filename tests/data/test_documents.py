@@ -156,7 +156,7 @@ def test_columns_beside_the_text_are_not_read(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz", "a.txt.zst", *FILES])
 def test_the_progress_reaches_all_bytes(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     seen = []
     progress = text_parts.Progress.at
     monkeypatch.setattr(

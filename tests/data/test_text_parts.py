@@ -1,6 +1,7 @@
 """Parts of tokenized text, and the worker processes that write them."""
 
 import errno
+import multiprocessing.synchronize
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from in_this_process import InThisProcess
 from common.data import text_parts
 from common.data.indexed_dataset import Index
 from common.data.preparation import input_states
-from common.errors import DataError, StorageError
+from common.errors import DataError
 from common.paths import ROOT
 
 # The tokenizer is a pipe, whose opening never ends.
@@ -29,6 +30,9 @@ work = Work(folder / "pipe", open, 300, "text")
 identity = {"inputs": input_states(files)}
 write_token_files(files, work, {"train": folder / "train"}, folder / "parts", identity, 1)
 """
+
+
+SPAWN = text_parts.PROCESSES
 
 
 def command_of(pid: str) -> str:
@@ -79,18 +83,43 @@ def write(folder, prefixes):
 
 @pytest.fixture
 def prefixes(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     (tmp_path / "a.txt").write_text("\n\n".join(f"document {number}" for number in range(40)))
     return {split: tmp_path / split for split in text_parts.SPLITS}
 
 
-def test_a_full_dev_shm_is_named(tmp_path, prefixes, monkeypatch):
-    def full(*arguments):
+def test_nothing_is_needed_in_dev_shm(tmp_path, prefixes, monkeypatch):
+    def full(*arguments, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", full)
-    with pytest.raises(StorageError, match="/dev/shm: No space left"):
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", full)
+    monkeypatch.setattr(text_parts, "PROCESSES", SPAWN)
+    write(tmp_path, prefixes)
+    assert all(path.with_suffix(".idx").is_file() for path in prefixes.values())
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [(signal.SIGKILL, "memory"), (signal.SIGSEGV, "crashed"), (signal.SIGALRM, "backtracked")],
+)
+def test_the_death_of_a_worker_names_its_cause_and_its_file(
+    number, cause, tmp_path, prefixes, monkeypatch
+):
+    class Killed(InThisProcess):
+        exitcode = -number
+
+        def recv(self):
+            super().recv()
+            raise EOFError  # and the error is not sent
+
+        def send(self, message):
+            if message is None:
+                super().send(message)
+
+    monkeypatch.setattr(text_parts, "PROCESSES", Killed)
+    with pytest.raises(DataError, match=f"exit code -{int(number)}, reading .*a.txt") as caught:
         write(tmp_path, prefixes)
+    assert cause in caught.value.why
 
 
 def test_the_tokens_of_a_part_are_not_held_in_memory(tmp_path, prefixes, monkeypatch):

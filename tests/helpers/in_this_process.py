@@ -1,27 +1,51 @@
-"""A pool of processes that works in this process."""
+"""Worker processes of `prepare text` that are threads of this process."""
 
-from common.data import text_parts
+import multiprocessing
+import os
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 
-class InThisProcess:
-    """A pool without processes, which would be slow to start. Fails at its `limit`-th task."""
+class InThisProcess(threading.Thread):
+    """A thread in place of a process, which would be slow to start.
+
+    It is interrupted after `limit` parts.
+    """
 
     limit = 10**9
+    Pipe = staticmethod(multiprocessing.Pipe)
+    exitcode = None
 
-    def __init__(self, processes, context, initializer, arguments):
-        initializer(*arguments)
-        self.done = 0
+    def __init__(self, target, args, daemon):
+        super().__init__(daemon=daemon)
+        self.target = target
+        self.pipe, self.work = args
+        self.done = -1  # parts that are complete
 
-    def shutdown(self, **options):
+    @classmethod
+    def Process(cls, **arguments):
+        return cls(**arguments)
+
+    def start(self):
+        self.pipe = Connection(os.dup(self.pipe.fileno()))  # the caller closes its own
+        super().start()
+
+    def run(self):
+        with suppress(EOFError, ConnectionError, KeyboardInterrupt):
+            self.target(self, self.work)
+        self.pipe.close()
+
+    def send(self, message):
+        if message is None:
+            self.done += 1
+        self.pipe.send(message)
+
+    def recv(self):
+        task = self.pipe.recv()
+        if self.done >= self.limit:
+            raise KeyboardInterrupt
+        return task
+
+    def terminate(self):
         pass
-
-    def submit(self, function, *arguments):
-        future = text_parts.Future()
-        self.done += 1
-        try:
-            if self.done > self.limit:
-                raise KeyboardInterrupt
-            future.set_result(function(*arguments))
-        except (Exception, KeyboardInterrupt) as error:
-            future.set_exception(error)
-        return future

@@ -339,6 +339,13 @@ def test_resume_says_everything_that_changed(tmp_path):
     )
 
 
+def test_a_series_without_its_first_line_is_not_resumed(tmp_path):
+    runner = series.SeriesRunner(tmp_path, ledger.SeriesRecord("s", 10), None)
+    with pytest.raises(ConfigError, match=r"first line .* is damaged") as caught:
+        series.resume_series(runner, {"commit": "b"}, series.SeriesRequest(0, 2))
+    assert str(tmp_path / ledger.NAME) in caught.value.what
+
+
 # --- the real thing -------------------------------------------------------------------------------
 
 

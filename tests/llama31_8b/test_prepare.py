@@ -184,7 +184,7 @@ def test_convert_stores_each_document_without_bos_or_eos(built, tmp_path):
 @pytest.mark.parametrize("part_bytes", [5000, 1 << 20])
 def test_convert_gives_the_same_bytes_by_any_parts(built, tmp_path, monkeypatch, part_bytes):
     """The bytes are those of the documents one after another, by the tokenizer itself."""
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     monkeypatch.setattr(text_inputs, "PART_BYTES", part_bytes)
     convert_files(write_inputs(tmp_path), built / "tokenizer.model", tmp_path / "p")
     tokenizer = corpus.load_sentencepiece(built / "tokenizer.model")
@@ -196,7 +196,7 @@ def test_convert_gives_the_same_bytes_by_any_parts(built, tmp_path, monkeypatch,
 
 
 def test_convert_of_plain_text_makes_a_document_of_each_block(built, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     (tmp_path / "t.txt").write_bytes(b"\n\none\ntwo\n\n \nthree\r\n\r\nfour")
     convert_files([tmp_path / "t.txt"], built / "tokenizer.model", tmp_path / "t")
     tokenizer = corpus.load_sentencepiece(built / "tokenizer.model")
@@ -228,7 +228,7 @@ convert.convert(list(map(Path, inputs)), Path(tokenizer), Path(prefix), "text", 
 def test_a_killed_conversion_continues(built, tmp_path, monkeypatch, capsys):
     inputs, tokenizer = write_inputs(tmp_path), built / "tokenizer.model"
     with monkeypatch.context() as patch:
-        patch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+        patch.setattr(text_parts, "PROCESSES", InThisProcess)
         convert_files(inputs, tokenizer, tmp_path / "whole")
     prefix = tmp_path / "killed"
     for moment in ("add", "finish", "second replace"):
@@ -259,7 +259,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_input_is_named(built, tmp_path, name, monkeypatch, capsys):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     arguments = [
@@ -286,7 +286,7 @@ def test_an_input_that_changes_while_it_is_converted(built, tmp_path, monkeypatc
         os.truncate(source, 1000)
 
     monkeypatch.setattr(text_parts, "documents", cut_at_the_end)
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     arguments = ["convert", "--input", str(source), "--tokenizer", str(built / "tokenizer.model")]
     arguments += ["--output-prefix", str(tmp_path / "p")]
     assert prepare.main(arguments) == DataError.exit_code

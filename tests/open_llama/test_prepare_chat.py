@@ -54,7 +54,7 @@ def complete(inputs) -> Path:
     """A folder of complete files, of many parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_inputs, "PART_BYTES", 1000)
-        patch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+        patch.setattr(text_parts, "PROCESSES", InThisProcess)
         assert prepare(inputs, inputs / "out") == 0
     return inputs / "out"
 
@@ -89,7 +89,7 @@ def test_worker_processes_give_the_same_files(complete, inputs, tmp_path):
 
 def test_an_interrupted_preparation_continues(complete, inputs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(text_inputs, "PART_BYTES", 1000)
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     with monkeypatch.context() as patch:
         patch.setattr(InThisProcess, "limit", 3)
         assert prepare(inputs, tmp_path / "out") == 130
@@ -101,7 +101,7 @@ def test_an_interrupted_preparation_continues(complete, inputs, tmp_path, monkey
 
 
 def test_a_refused_conversation_ends_the_preparation(inputs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     shutil.copytree(inputs / "tokenizer", tmp_path / "tokenizer")
     record = {"messages": [QUESTION | {"role": "bot"}]}
     (tmp_path / "a.jsonl").write_text(json.dumps(RECORDS[0]) + "\n" + json.dumps(record))
@@ -119,7 +119,7 @@ def test_a_folder_without_a_template_is_refused_before_it_is_copied(inputs, tmp_
 
 
 def test_plain_text_holds_no_conversations(complete, inputs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     shutil.copytree(inputs / "tokenizer", tmp_path / "tokenizer")
     (tmp_path / "a.jsonl").mkdir()  # a folder, as of a data set with a page about it
     (tmp_path / "a.jsonl/README.md").write_text("# A data set")

@@ -118,7 +118,7 @@ def test_every_kind_of_input_gives_the_same_documents(
     kind, tokenizer, expected, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(text_inputs, "PART_BYTES", 1000)  # many parts, cut within lines
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     inputs = write_inputs(kind, tmp_path)
     assert prepare(tmp_path / "out", inputs, tokenizer) == expected
     assert (tmp_path / "out/tokenizer.model").read_bytes() == tokenizer.read_bytes()
@@ -136,7 +136,7 @@ def test_the_command_with_two_processes_gives_the_same_documents(tokenizer, expe
 def test_a_preparation_that_was_stopped_goes_on(tokenizer, expected, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(lines())
     monkeypatch.setattr(text_inputs, "PART_BYTES", 1000)
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     monkeypatch.setattr(InThisProcess, "limit", 3)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
@@ -157,7 +157,7 @@ def test_a_preparation_that_was_stopped_goes_on(tokenizer, expected, tmp_path, m
 
 
 def test_a_second_call_does_nothing_and_other_options_are_refused(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     (tmp_path / "a.jsonl").write_bytes(lines())
     prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
     before = (tmp_path / "out/train.bin").stat().st_mtime_ns
@@ -179,7 +179,7 @@ def test_token_files_of_others_are_not_overwritten(tokenizer, tmp_path):
 
 
 def test_bad_input_raises_an_error_that_names_the_file(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "no_key.jsonl").write_text('{"body": "x"}\n')
@@ -235,7 +235,7 @@ def test_the_five_minutes_have_enough_validation_without_the_tests_of_the_librar
     tmp_path, monkeypatch
 ):
     """As with Debian's Python, whose packages have no folders of tests."""
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     page = (ROOT / "docs/train_your_own_model.md").read_text()
     options = re.search(
         r"--train-tokenizer (\d+) --validation-fraction (\S+) .*?LIB/{(\S+)}", page, re.DOTALL
@@ -262,7 +262,7 @@ def write_two(folder: Path) -> list[Path]:
 
 
 def test_an_empty_split_leaves_nothing_that_refuses_the_next_try(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     inputs = write_two(tmp_path)
     for fraction in (0.01, 0.9):
         with pytest.raises(DataError, match="no document"):
@@ -272,7 +272,7 @@ def test_an_empty_split_leaves_nothing_that_refuses_the_next_try(tokenizer, tmp_
 
 
 def test_an_empty_split_says_which_fraction_fills_it(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     inputs = write_two(tmp_path)
     for fraction, words in (
         (0.01, ("validation among 2", "0.2405", "--validation-fraction to 0.25 or more")),
@@ -361,7 +361,7 @@ def test_a_tokenizer_sees_every_kind_of_text(tmp_path, monkeypatch):
 
 
 def test_another_size_of_the_trained_tokenizer_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     inputs = write_folder(tmp_path / "texts")
     settings = Settings("", "", "text", VALIDATION)
     prepare_text(inputs, tmp_path / "out", settings, 1, 300)
@@ -391,7 +391,7 @@ def test_names_in_capitals_are_read_like_others(name, tmp_path):
 
 
 def test_a_folder_is_named_for_its_tokenizer(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     inputs = write_folder(tmp_path / "texts")
     by_file = prepare(tmp_path / "a", inputs, tokenizer)
     assert prepare(tmp_path / "b", inputs, tokenizer.parent) == by_file
@@ -457,7 +457,7 @@ def test_a_folder_or_tokenizer_that_cannot_be_used_is_named(tokenizer, tmp_path,
 def test_another_tokenizer_may_be_removed_unless_token_files_were_made_with_it(
     tokenizer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     (tmp_path / "a.jsonl").write_bytes(lines())
     another = tmp_path / "another.model"
     corpus.train_sentencepiece(TEXTS, 310, another)
@@ -474,7 +474,7 @@ def test_another_tokenizer_may_be_removed_unless_token_files_were_made_with_it(
 
 
 def test_a_tokenizer_that_an_earlier_try_trained_is_kept_and_noted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     (folder,) = write_folder(tmp_path / "texts")
     settings = Settings("", "", "text", 1e-9)
     out = tmp_path / "out"
@@ -491,7 +491,7 @@ def test_a_tokenizer_that_an_earlier_try_trained_is_kept_and_noted(tmp_path, mon
 
 
 def test_a_record_that_cannot_be_read_is_named(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     (tmp_path / "a.jsonl").write_bytes(lines())
     (tmp_path / f"out/{RECORD}").mkdir(parents=True)
     with pytest.raises(StorageError, match=f"/out/{RECORD} exists and is not a record"):

@@ -40,7 +40,7 @@ def corpus_folder(tmp_path_factory) -> Path:
 def inputs(corpus_folder, tmp_path, monkeypatch) -> Path:
     """A copy of the folder whose text is cut into about 18 parts, tokenized in this process."""
     monkeypatch.setattr(text_inputs, "PART_BYTES", 1000)
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     return shutil.copytree(corpus_folder, tmp_path / "inputs")
 
 
@@ -67,16 +67,15 @@ def content_of(out: Path) -> dict[str, bytes]:
 
 
 def after_task(monkeypatch, number: int, action) -> None:
-    """Call `action` when a pool has finished its task `number`, counted from 1."""
-    submit = InThisProcess.submit
+    """Call `action` when the worker has finished its task `number`, counted from 1."""
+    send = InThisProcess.send
 
-    def submit_then(pool, function, *arguments):
-        future = submit(pool, function, *arguments)
-        if pool.done == number:
+    def send_after(worker, message):
+        if message is None and worker.done + 1 == number:
             action()
-        return future
+        send(worker, message)
 
-    monkeypatch.setattr(InThisProcess, "submit", submit_then)
+    monkeypatch.setattr(InThisProcess, "send", send_after)
 
 
 # ---- the preparation

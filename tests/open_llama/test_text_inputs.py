@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory) -> Path:
 @pytest.fixture
 def read(tokenizer, tmp_path, monkeypatch):
     """Run `prepare text` on inputs. Return its exit code and the number of documents."""
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
 
     def run(*inputs) -> tuple[int, int]:
         out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"

@@ -128,7 +128,7 @@ def prepare(data_dir: Path, tokenizer: Path, inputs: Path) -> int:
 
 @pytest.fixture
 def inputs(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(text_parts, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     path = tmp_path / "input.jsonl"
     texts = [f"{SPELLED} {number}</s>" for number in range(40)]
     path.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
@@ -284,3 +284,35 @@ def test_a_pipe_is_no_file_of_a_tokenizer(name, model, tmp_path):
     os.mkfifo(folder / name)
     with pytest.raises(DataError, match="tokenizer"):
         load_tokenizer(folder / name if name.startswith("tokenizer.") else folder)
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_a_long_text_has_the_ids_of_the_whole(model_type, dummy, tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.model"
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS),
+            model_writer=file,
+            vocab_size=120 if model_type == "bpe" else 45,
+            model_type=model_type,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=dummy,
+            minloglevel=2,
+        )
+    whole = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    calls = []
+    encode = sentencepiece.SentencePieceProcessor.encode
+
+    def counted(model, texts, **options):
+        calls.append(texts)
+        return encode(model, texts, **options)
+
+    text = "\n ".join([*TEXTS, "x  y", "\u2581 a \u00a8 \u0308b", SPELLED, "\u4e2d\u6587 ab"] * 3)
+    expected = [whole.bos_id(), *encode(whole, text)]
+    monkeypatch.setattr(sentencepiece.SentencePieceProcessor, "encode", counted)
+    for together in (1, 2, 50):
+        monkeypatch.setattr("open_llama.tokenizer.ENCODED_TOGETHER", together)
+        assert load_tokenizer(path).encode([text, ""]) == [expected, [whole.bos_id()]]
+    assert (max(map(len, calls)) > 100) == (model_type == "bpe")

@@ -35,6 +35,19 @@ def test_a_line_cut_short_spoils_itself_only(tmp_path):
     assert len(record.open_starts) == 2 and not ledger.read(tmp_path / "absent")
 
 
+@pytest.mark.parametrize("damage", ["", "{", '{"event": "series", "series": "s", "goal": 2}'])
+def test_a_series_without_its_first_line_keeps_its_attempts(damage, tmp_path):
+    path = tmp_path / ledger.NAME
+    for line in (SERIES, opened(path), opened(path, 2)):
+        ledger.append(path, line)
+    _, *others = path.read_text().splitlines()
+    path.write_text("\n".join([damage, *others, ""]))
+    (record,) = ledger.read(path)
+    assert (record.id, record.goal, record.identity) == ("s", 2, {})
+    assert sorted(record.starts) == sorted(record.order) == [1, 2]
+    assert ledger.choose(path, "s").starts == record.starts
+
+
 BAD = [
     {"event": "start", "series": "s", "attempt": "1", "run": "r", "seed": 1},
     {"event": "start", "series": "s", "attempt": 1, "run": "../../etc", "seed": 1},

@@ -4,10 +4,25 @@ import json
 
 import pytest
 
+from common.records.ledger import SeriesRecord
 from common.records.run_record import RunRecord
 from submission.series import read_series
 
 pytestmark = pytest.mark.quick
+CONFIG = """
+gpu = "CPU"
+model = "llama3.2-1b"
+sequence_length = 64
+global_batch_size = 8
+max_samples = 320
+eval_samples = 16
+eval_interval_samples = 160
+schedule = "cosine"
+opt_base_learning_rate = 3e-3
+opt_learning_rate_warmup_steps = 5
+weight_decay = 0.1
+gradient_clip_norm = 1.0
+"""
 
 
 def write_log(folder, name, time_ms, **more):
@@ -56,3 +71,15 @@ def test_training_after_the_last_evaluation_is_an_anomaly_of_a_result_only(tmp_p
     run = RunRecord.read(tmp_path / "result.txt")
     assert run.trained == 96 and run.samples == 64
     assert any("96" in note for note in run.notes) == (status == "success")
+
+
+@pytest.mark.parametrize(("target", "words"), [("", "finished"), ("target_loss = 2.0", "reached")])
+def test_a_run_whose_log_cannot_be_read_has_the_target_of_its_config(target, words, tmp_path):
+    folder = tmp_path / "open_llama" / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(f"{CONFIG}{target}\n")
+    (folder / "result.txt").mkdir()
+    end = {"attempt": 1, "run": "run", "exit_code": 0, "kind": "success", "reason": ""}
+    series = SeriesRecord("s", starts={1: end}, ends={1: end})
+    run = RunRecord.read(folder / "result.txt", 1, series)
+    assert run.unreadable and words in run.state_words

@@ -474,6 +474,14 @@ def test_energy_is_the_integral_of_power(run_dir):
     )
 
 
+def test_no_energy_of_several_nodes_whose_samples_are_of_one(run_dir):
+    (run_dir / "config.toml").write_text('gpu = "H200"\nnodes = 2\ngpus_per_node = 2\n')
+    rows = [sample(float(at), (600, 60, 1700), (500, 60, 1700)) for at in range(3)]
+    write(run_dir, start_at(run_start(run_dir)), *rows)
+    text = page(run_dir)
+    assert "GPU kWh" not in text and "GPUs of node 0" in text
+
+
 def test_no_energy_where_a_gpu_does_not_report_its_power(run_dir):
     write(
         run_dir,

@@ -402,7 +402,10 @@ def test_remarks_on_implausible_utilization():
         "wrong" in remark(utilization(by_parameters(1e9), 1, 0.13, 0.13))
         and remark(utilization(by_parameters(1e9), 10, 0.13, 0.13)) == ""
     )
-    assert "Above 100 %" in remark(utilization(by_parameters(1e9), 100, 0.1, 0.1))
+    assert "must be wrong" in remark(utilization(by_parameters(1e9), 100, 0.1, 0.1))
+    # A step of LoRA at 80 % of the peak would be 120 % if it were a full one.
+    text = remark(utilization(by_parameters(1e9), 20, 0.1, 0.1))
+    assert "convention" in text and "must be wrong" not in text
 
 
 # --- the command line -----------------------------------------------------------------------------
