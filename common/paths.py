@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from common.values import folder, of_variable
+from common.values import folder, of_variable, path
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,9 +33,10 @@ def results_folder(environment: Mapping[str, str]) -> Path:
 def cache_folder(name: str) -> Path:
     """Return this user's folder for files that can be rebuilt, such as compiled kernels.
 
-    It is in XDG_CACHE_HOME (default: ~/.cache) and need not exist yet.
+    It is in XDG_CACHE_HOME (default: ~/.cache). It need not exist, and whether it can be written is
+    known only later: without it, a command works as well.
     """
-    base = of_variable(os.environ, "XDG_CACHE_HOME", folder) or Path.home() / ".cache"
+    base = of_variable(os.environ, "XDG_CACHE_HOME", path) or Path.home() / ".cache"
     return base / "mlperf-llama-training" / name
 
 

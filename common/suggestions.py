@@ -77,6 +77,7 @@ hang_timeout_s: timeout ddp_timeout nccl_timeout
 --nodes: hosts hostfile nodelist
 --device: accelerator
 --system-tuning: tune
+--search: tune
 DGXNGPU: gpus ngpu ngpus NGPU NGPUS num_gpus NUM_GPUS N_GPUS nproc_per_node devices
 DGXNGPU: NPROC_PER_NODE GPUS_PER_NODE
 DGXSYSTEM: DGX_SYSTEM system

@@ -146,7 +146,8 @@ def _score_series(options: argparse.Namespace) -> int:
         for folder in sets:
             if not options.json:
                 print(f"--- {folder}")
-            codes.append(_score_series(argparse.Namespace(**vars(options) | {"logs": [folder]})))
+            of_folder = vars(options) | {"logs": [str(folder)]}
+            codes.append(_score_series(argparse.Namespace(**of_folder)))
         return max(codes)
     series = read_series([path(name) for name in options.logs], options.series, options.ruleset)
     for run in series.runs:

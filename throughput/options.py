@@ -38,10 +38,11 @@ def gemm(parser: argparse.ArgumentParser) -> None:
 
 def shape_of(text: str) -> tuple[int, ...]:
     """Parse a shape of a product: three numbers with x, * or a comma between them."""
-    sizes = tuple(map(count, re.split("[x*,]", text.lower())))
-    if len(sizes) != 3:
-        raise argparse.ArgumentTypeError(f"'{text}' has not the form MxKxN")
-    return sizes
+    try:
+        m, k, n = map(count, re.split("[x*,]", text.lower()))
+    except (argparse.ArgumentTypeError, ValueError):  # not a size, or not three of them
+        raise argparse.ArgumentTypeError(f"'{text}' is not a shape such as 128x256x512") from None
+    return m, k, n
 
 
 def llama(parser: argparse.ArgumentParser) -> None:

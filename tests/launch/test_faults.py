@@ -35,11 +35,9 @@ class Started:
         self, tmp_path, data, *settings, environment=None, arguments=(), before=(), ranks=1
     ):
         self.log_dir = tmp_path / "results"
-        options = [
-            part
-            for setting in (*SMALL, f"gpus_per_node={ranks}", *settings)
-            for part in ("--set", setting)
-        ]
+        keys = dict(setting.split("=", 1) for setting in (*SMALL, *settings))
+        keys = {"gpus_per_node": ranks} | keys
+        options = [part for item in keys.items() for part in ("--set", "{}={}".format(*item))]
         hidden = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")
         variables = {key: value for key, value in os.environ.items() if key not in hidden}
         variables |= {
@@ -346,7 +344,9 @@ def test_disk_full_while_training(tmp_path, data):
 
 
 def test_results_directory_that_cannot_be_written(tmp_path, data):
-    (tmp_path / "results").write_text("a file stands where the directory should be")
-    run = Started(tmp_path, data)
-    code, out, err = run.end()
-    assert code == 17 and "results" in err and out == ""
+    """A file that is named is a wrong argument; one above the directory is found in writing."""
+    (tmp_path / "file").write_text("a file stands where the directory should be")
+    for folder, expected in (("file", 2), ("file/results", 17)):
+        run = Started(tmp_path, data, environment={"LOGDIR": str(tmp_path / folder)})
+        code, out, err = run.end()
+        assert code == expected and str(tmp_path / folder) in err and out == ""

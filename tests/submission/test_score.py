@@ -379,7 +379,7 @@ def test_two_directories_are_compared_whatever_their_gpus(amd, tmp_path, capsys)
 
 @pytest.mark.parametrize(
     ("wish", "said"),
-    [("nobody at all", "no result"), ("AMD MI300X lora 5.1", "no result"), ("", "no result")],
+    [("nobody at all", "no result"), ("AMD MI300X lora 5.1", "no result"), ("", "--against")],
 )
 def test_what_cannot_be_compared_is_refused(amd, wish, said, capsys):
     assert score.main([str(amd), "--against", wish]) == 2

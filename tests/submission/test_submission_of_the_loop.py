@@ -46,7 +46,7 @@ def scripted():
     step = (torch.tensor(3.0), torch.tensor(0.5))
     patch.setattr(loop, "LOG_EVERY_STEPS", 2000)
     patch.setattr(loop, "train_step", lambda *args: step)
-    patch.setattr(loop, "evaluate", lambda model, batches, *rest: next(batches))
+    patch.setattr(loop, "evaluate", lambda model, batches, *rest, **options: next(batches))
     yield
     patch.undo()
     gc.unfreeze()

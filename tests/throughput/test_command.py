@@ -37,8 +37,8 @@ def three_lines(capsys) -> list[str]:
         (["mlp", "--none"], "--none"),
         (["mlp", "--device", "tpu"], "tpu"),
         (["gemm", "--precision", "fp4"], "fp4"),
-        (["gemm", "--device", "cpu", "--shape", "12x0x3"], "--shape 12x0x3"),
-        (["gemm", "--device", "cpu", "--shape", f"{'9' * 5000}x1x1"], "--shape 99"),
+        (["gemm", "--device", "cpu", "--shape", "12x0x3"], "--shape: '12x0x3'"),
+        (["gemm", "--device", "cpu", "--shape", f"{'9' * 5000}x1x1"], "--shape: '99"),
         (["suite", "--device", "cpu", "--gpus", "1,99999"], "--gpus 99999"),
         (["gpt", "--device", "cpu", "--batch", "max"], "--batch max"),
         (["flux", "--device", "cpu", "--batch", "max"], "--batch max"),
@@ -146,7 +146,7 @@ def test_a_signal_ends_it_in_three_lines_and_keeps_what_was_measured(tmp_path):
     _, err = process.communicate(timeout=60)
     assert (
         process.returncode == 143
-        and err.startswith("error: stopped by signal 15\n")
+        and err.startswith("error: stopped by signal 15 (SIGTERM)\n")
         and "Traceback" not in err
     )
     data = json.loads((tmp_path / "a" / "result.json").read_text())

@@ -322,23 +322,8 @@ def test_a_whole_run_on_a_cpu(tmp_path, monkeypatch, arguments, model, mode):
         for argument in arguments
     ]
     make_visible(monkeypatch, Probe("none"))
-    assert (
-        command.start(
-            "llama",
-            [
-                *given,
-                "--warmup",
-                "1",
-                "--steps",
-                "2",
-                "--device",
-                "cpu",
-                "--out",
-                str(tmp_path / "out"),
-            ],
-        )
-        == 0
-    )
+    few = ["--warmup", "1", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert command.start(command.parser().parse_args(["llama", *given, *few])) == 0
     (row,) = read(tmp_path / "out")["rows"]
     assert (row["model"], row["mode"]) == (given[1] if model == "CONFIG" else model, mode)
     assert row["samples"] == 2 and row["tokens_per_s"] == pytest.approx(

@@ -68,7 +68,7 @@ def measurements(tmp_path, monkeypatch):
 def start(tmp_path, out: str, *words: str) -> dict:
     options = ["--model", str(tmp_path / "config.json"), "--seq", "16", "--batch", "8"]
     options += ["--warmup", "1", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / out)]
-    assert command.start("llama", [*options, *words]) == 0
+    assert command.start(command.parser().parse_args(["llama", *options, *words])) == 0
     (row,) = read(tmp_path / out)["rows"]
     return row
 

@@ -224,10 +224,13 @@ def test_compare_refuses_what_is_no_result_or_another_measurement(tmp_path):
         (two / "result.json").write_text(text)
         with pytest.raises(DataError, match=r"result\.json"):
             compared(two)
+    (tmp_path / "empty").mkdir()
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "profile.json").write_text("{}")
     for good in (one, tmp_path / "profile"):
-        with pytest.raises(DataError, match="nowhere is neither a measurement nor a profile"):
+        with pytest.raises(DataError, match="empty is neither a measurement nor a profile"):
+            compared(good, tmp_path / "empty")
+        with pytest.raises(ConfigError, match=r"nowhere.* does not exist"):
             compared(good, tmp_path / "nowhere")
 
 

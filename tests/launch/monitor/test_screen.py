@@ -280,15 +280,16 @@ def test_in_a_pipe_lines_are_plain_and_few(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("target", [0.0, 3.3])
-def test_lines_in_a_pipe_name_target_and_limit_only_with_a_target(tmp_path, monkeypatch, target):
+def test_lines_in_a_pipe_name_the_target_and_what_the_limit_means(tmp_path, monkeypatch, target):
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(screen, "PLAIN_S", 0.0)
     with Screen(tmp_path, **about() | {"rules": replace(CLOSED, target_loss=target)}) as view:
         write_events(tmp_path, range(1, 111), evaluation=4.5)
         view.update()
-    for word in ("target", "limit"):
+    for word in ("target", "gives up in"):
         assert (word in stderr.getvalue()) == bool(target)
+    assert ("ends in" in stderr.getvalue()) == (not target)
 
 
 def test_quiet_leaves_the_messages_of_the_ranks(tmp_path, monkeypatch):
