@@ -135,17 +135,22 @@ def test_an_interrupted_run_goes_on_by_its_name_alone(folder, tmp_path):
     while process.poll() is None and ("eval", 1024) not in losses_of(runs_in(cut)):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=300)
     (run_dir,) = runs_in(cut)
     assert process.returncode == 130 and f"--continue {run_dir}" in err, err
     config.unlink()
     unset = {"DATADIR": "", "LOGDIR": "", "SEED": ""}
     done = launch(folder, "open_llama", "--continue", str(run_dir), **unset)
     assert done.returncode == 0, done.stderr
-    both = runs_in(cut)
-    assert len(both) == 2 and (both[1] / "model").is_dir()
+    first, second = runs_in(cut)
+    assert first == run_dir and (second / "model").is_dir()
     whole = losses_of(runs_in(tmp_path / "whole"))
-    assert losses_of(both).items() >= whole.items()
+    before = losses_of([first])
+    after = losses_of([second])
+    assert ("step", 3072) in after and ("step", 3072) not in before, "it was interrupted"
+    assert ("eval", 1024) not in after, "the second run did not begin anew"
+    assert not before.keys() & after.keys()
+    assert before | after == whole
 
 
 def test_a_run_learns_and_its_log_passes_the_check(run_dir, folder):
