@@ -122,7 +122,7 @@ def test_a_closed_log_of_the_real_loop_passes_the_checkers(tmp_path, processes, 
     monkeypatch.setattr(
         "common.training.loop.train_step", lambda *args: (torch.tensor(1.2), torch.tensor(0.1))
     )
-    monkeypatch.setattr("common.training.loop.evaluate", lambda *args: next(losses))
+    monkeypatch.setattr("common.training.loop.evaluate", lambda *args, per_token: next(losses))
     monkeypatch.setattr("common.training.timed_run.warm_up", lambda *args: None)
     monkeypatch.setattr(
         "common.training.timed_run.hyperparameters",

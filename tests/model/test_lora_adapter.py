@@ -496,6 +496,8 @@ def test_adapters_that_are_not_finite_are_not_saved(tmp_path):
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
-    code = execute(tmp_path, tmp_path / "nothing", tmp_path / "out")
-    assert code == WeightsError.exit_code
+    assert execute(tmp_path, tmp_path / "nothing", tmp_path / "out") == ConfigError.exit_code
+    assert f"{tmp_path / 'nothing'}' does not exist" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert execute(tmp_path, tmp_path / "empty", tmp_path / "out") == WeightsError.exit_code
     assert "adapter_config.json" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,17 @@ import pytest
 from jobs import write_int64
 from synthetic_run import records
 from test_open_run import CONFIG, HIDDEN, MODEL
+from tiny import run_here
 from toy import wait_until
 
+from common.config import load
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
+from common.errors import ConfigError, DataError
 from common.paths import ROOT
+from common.training.continuation import newest, require_same_data
+from common.training.run import Run
+from open_llama import train
+from open_llama.rules import Config, rules_of
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -63,6 +71,57 @@ def replace(path: Path, content: bytes) -> None:
     path.with_name("new").replace(path)
 
 
+def replace_files(data: Path) -> None:
+    """Replace training data and tokenizer by others of the same sizes."""
+    for name in ("train.bin", "tokenizer.model"):
+        replace(data / name, (data / name).read_bytes()[::-1])
+
+
+def test_another_tokenizer_is_not_saved_nor_other_data_continued_with(tmp_path, monkeypatch):
+    """They are replaced after four of eight steps, within this process."""
+    folder = prepared(tmp_path)
+    text = (folder / "run.toml").read_text()
+    text = text.replace("max_samples = 4000", "max_samples = 64").replace("= 2000", "= 32")
+    (folder / "run.toml").write_text(text)
+    config = load(folder / "run.toml", Config)
+    rules = rules_of(config)
+    data = folder / "data"
+    files = rules.recorded_files(data)
+    steps = []
+
+    def rate(step: int) -> float:
+        steps.append(step)
+        if step == 4:
+            replace_files(data)
+        return 1e-3
+
+    monkeypatch.setattr(train, "learning_rate", lambda config: rate)
+    asked = Run(
+        benchmark="open_llama",
+        config=config,
+        config_name="run.toml",
+        seed=1,
+        rank=0,
+        device="cpu",
+        run_dir=folder / "run",
+        data_dir=data,
+        checkpoint="1",
+    )
+    asked.run_dir.mkdir()
+    error = run_here(train, rules, asked)
+    assert isinstance(error, DataError) and "tokenizer.model" in error.what
+    assert str(folder / "run/model") in error.why
+    assert records(folder / "run/result.txt")[-1]["metadata"]["status"] == "success"
+    saved = [path.name for path in (folder / "run/model").iterdir()]
+    assert "config.json" in saved and any(name.endswith(".safetensors") for name in saved)
+    assert "tokenizer.model" not in saved and steps[-1] == 7
+    with pytest.raises(ConfigError, match="cannot be continued") as caught:
+        require_same_data(*newest(folder / "run"), data, files)
+    assert {"train.bin", "tokenizer.model"} <= set(re.findall(r"[\w.]+\w", caught.value.lines()))
+    replace_files(data)  # the files of the run again
+    require_same_data(*newest(folder / "run"), data, files)
+
+
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory) -> tuple[Path, Path, int, str]:
     """A run whose training data and tokenizer are replaced while it trains.
@@ -85,7 +144,8 @@ def changed(tmp_path_factory) -> tuple[Path, Path, int, str]:
     return folder, run_dir, code, error
 
 
-def test_another_tokenizer_is_not_saved_with_the_model(changed):
+@pytest.mark.slow
+def test_the_command_saves_no_other_tokenizer_with_the_model(changed):
     _, run_dir, code, error = changed
     assert code == 17, error
     assert "tokenizer.model" in error and str(run_dir / "model") in error
@@ -97,7 +157,8 @@ def test_another_tokenizer_is_not_saved_with_the_model(changed):
     assert json.loads(line)["exit_code"] == 0, "the run itself is good"
 
 
-def test_a_run_does_not_continue_with_the_data_that_replaced_its_own(changed):
+@pytest.mark.slow
+def test_the_command_does_not_continue_with_the_data_that_replaced_its_own(changed):
     folder, run_dir, _, _ = changed
     code, error = finish(start(folder, "--checkpoint", "1", "--continue", str(run_dir)))
     assert code == 2, error

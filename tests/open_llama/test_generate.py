@@ -104,10 +104,17 @@ def test_a_text_ends_at_the_end_of_text_token_of_the_model(model, tmp_path, caps
         assert capsys.readouterr().out == f"--- 'Document'\n{text}\n"
 
 
-@pytest.mark.parametrize("words", ["--temperature -1", "--temperature nan", "--top-p 1.5"])
-def test_a_number_out_of_its_range_is_refused(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--temperature -1", "'-1' is not from 0 to"),
+        ("--temperature nan", "'nan' is not a number"),
+        ("--top-p 1.5", "'1.5' is not from 0 to 1"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused(words, message, capsys):
     assert generate.main(["x", "--prompt", "x", *words.split()]) == ConfigError.exit_code
-    assert "is not a number from 0 to" in capsys.readouterr().err
+    assert f"{words.split()[0]}: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["-1", "x", str(2**64)])
@@ -158,7 +165,7 @@ def test_eval_prints_any_finite_loss_and_refuses_others(model, tmp_path, monkeyp
         (800.0, 0, "perplexity inf"),
         (math.nan, NonFinite.exit_code, "the loss is nan"),
     ):
-        monkeypatch.setattr(evaluation, "evaluate", lambda *_, loss=loss: loss)
+        monkeypatch.setattr(evaluation, "evaluate", lambda *_, per_token, loss=loss: loss)
         assert evaluation_command.main([*words, "--device", "cpu"]) == code
         assert printed in "".join(capsys.readouterr())
 

@@ -23,6 +23,7 @@ from common.config import load
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.errors import CheckFailed, ConfigError, DataError, WeightsError
 from common.paths import ROOT
+from common.records.ledger import NAME as LEDGER
 from open_llama import exported_weights
 from open_llama.rules import Config, rules_of
 from submission.examined_log import examine
@@ -134,17 +135,22 @@ def test_an_interrupted_run_goes_on_by_its_name_alone(folder, tmp_path):
     while process.poll() is None and ("eval", 1024) not in losses_of(runs_in(cut)):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=300)
     (run_dir,) = runs_in(cut)
     assert process.returncode == 130 and f"--continue {run_dir}" in err, err
     config.unlink()
     unset = {"DATADIR": "", "LOGDIR": "", "SEED": ""}
     done = launch(folder, "open_llama", "--continue", str(run_dir), **unset)
     assert done.returncode == 0, done.stderr
-    both = runs_in(cut)
-    assert len(both) == 2 and (both[1] / "model").is_dir()
+    first, second = runs_in(cut)
+    assert first == run_dir and (second / "model").is_dir()
     whole = losses_of(runs_in(tmp_path / "whole"))
-    assert losses_of(both).items() >= whole.items()
+    before = losses_of([first])
+    after = losses_of([second])
+    assert ("step", 3072) in after and ("step", 3072) not in before, "it was interrupted"
+    assert ("eval", 1024) not in after, "the second run did not begin anew"
+    assert not before.keys() & after.keys()
+    assert before | after == whole
 
 
 def test_a_run_learns_and_its_log_passes_the_check(run_dir, folder):
@@ -211,30 +217,34 @@ def test_the_saved_and_the_exported_model_have_context_and_token_ids(run_dir, fo
 def test_only_the_tokenizer_of_the_data_of_the_run_is_exported(
     run_dir, folder, tmp_path, monkeypatch, capsys
 ):
-    """From DATADIR, or from its default."""
+    """From DATADIR, else from the data that the ledger names, else from DATADIR's default."""
     monkeypatch.setattr(paths, "ROOT", tmp_path)
-    monkeypatch.delenv("DATADIR", raising=False)
     default = tmp_path / "data/open_llama"
-    default.parent.mkdir()
+    default.mkdir(parents=True)
     others = tmp_path / "others"
     shutil.copytree(folder / "data", others)
     with (others / "train.bin").open("ab") as file:
         file.write(bytes(2))
-    for number, (data_dir, note) in enumerate(
-        ((None, "has no tokenizer"), (others, "holds other data"), (folder / "data", ""))
-    ):
-        if data_dir:
-            default.unlink(missing_ok=True)
-            default.symlink_to(data_dir)
+    moved = tmp_path / "results" / run_dir.name  # its data are no longer where they were
+    shutil.copytree(run_dir, moved)
+    ledger = (run_dir.parent / LEDGER).read_text()
+    assert str(folder / "data") in ledger
+    (moved.parent / LEDGER).write_text(ledger.replace(str(folder / "data"), "/gone"))
+    cases = (
+        (run_dir, "", ""),
+        (run_dir, others, "holds other data"),
+        (run_dir, default, "has no tokenizer"),
+        (moved, "", "has no tokenizer"),
+        (moved, folder / "data", ""),
+    )
+    for number, (run, data_dir, note) in enumerate(cases):
+        monkeypatch.setenv("DATADIR", str(data_dir))
         out = tmp_path / f"out{number}"
-        exported_weights.export(argparse.Namespace(run=run_dir, out=out))
+        exported_weights.export(argparse.Namespace(run=run, out=out))
         said = capsys.readouterr().err
         assert (out / "tokenizer.model").is_file() == (not note)
         assert "DATADIR" in said if note else "note" not in said
         assert note in said
-    monkeypatch.setenv("DATADIR", str(others))
-    exported_weights.export(argparse.Namespace(run=run_dir, out=tmp_path / "last"))
-    assert not (tmp_path / "last/tokenizer.model").exists()
 
 
 def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path, monkeypatch):
@@ -296,7 +306,8 @@ def test_a_run_of_another_benchmark_is_not_exported(run_dir, tmp_path):
 def test_the_report_of_a_run_without_a_target_says_finished_and_how_to_use_the_model(run_dir):
     page = (run_dir / "report.html").read_text()
     assert "Finished" in page and "Target reached" not in page and "target -" not in page
-    assert f"open_llama generate {run_dir}/model --prompt" in page and "open_llama eval" in page
+    assert f"open_llama generate {run_dir} --prompt" in page
+    assert f"open_llama eval {run_dir} --data" in page
     assert "NEXP=10" not in page and "run_and_time.sh score" not in page
 
 

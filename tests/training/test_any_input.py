@@ -14,11 +14,12 @@ import torch
 from synthetic_run import BENCHMARKS
 from test_checkpoint import as_after, checkpoints_of
 
+from common import benchmarks
 from common.command_line import EVERYWHERE
 from common.config import from_table, load
 from common.errors import ConfigError, RunError, WeightsError
 from common.training.continuation import FACTS, newest
-from launch.cli import COMMANDS, parser_of, read
+from launch.cli import COMMANDS, has_command, parser_of, read
 
 WORDS = [
     "",
@@ -115,11 +116,11 @@ def test_files_that_are_not_toml_raise_a_config_error(tmp_path, content):
 @mock.patch.dict(os.environ)  # --quiet and --no-color are handed on as variables
 def test_random_command_lines_parse_or_exit_with_code_2():
     chance = random.Random(2)
-    names = [benchmark.rules.BENCHMARK for benchmark in BENCHMARKS]
-    options = {
-        name: [*parser_of(name, names[0]).options()] if parser_of(name, names[0]) else []
-        for name in COMMANDS
-    }
+    names = benchmarks.names()
+    options = {}
+    for name in COMMANDS:
+        owner = next(each for each in names if has_command(each, name))
+        options[name] = [*parser_of(name, owner).options()]
     taken = 0
     for _ in range(300):
         subcommand = chance.choice(list(COMMANDS))

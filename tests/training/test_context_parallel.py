@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import count
+from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -21,6 +23,7 @@ from common.kernels.lora import Dropout, keep_mask
 from common.model.fused_block import fused_llama
 from common.model.initialization import copy_weight, init_weights
 from common.model.lora import adapter_parameters
+from common.model.shapes import ModelShape
 from common.records.mlperf_log import read
 from common.sharding.context_parallel import ContextGroup, context_group
 from common.sharding.processes import Processes
@@ -56,10 +59,28 @@ MINIATURE = {
 }
 IN_FP8 = "llama31_8b, fp8"  # only its curves
 CASES = ("llama31_8b", "llama2_70b_lora", "open_llama")
+SMALL = ", small"  # marks a case with the sizes below
+SMALL_SHAPE = ModelShape(2, 64, 96, 4, 2, 256, 10000.0)
+SMALL_LENGTH = 64
 
 
 def case_of(name: str, size: int, ranks: int = RANKS):
-    """Return (config, rules) of a miniature with `size` of `ranks` ranks for each sequence."""
+    """Return (config, rules) of a case with `size` of `ranks` ranks for each sequence."""
+    whole_name = name.removesuffix(SMALL)
+    made, rules = miniature_of(whole_name, size, ranks)
+    if name != whole_name:
+        kept = {key: getattr(rules.shape, key) for key in ("qk_norm", "tied_embedding")}
+        shape = replace(SMALL_SHAPE, **kept)
+        rules = replace(rules, shape=shape, sequence_length=SMALL_LENGTH)
+    return made, rules
+
+
+def is_by_token(name: str) -> bool:
+    return name.removesuffix(SMALL) == BY_TOKEN
+
+
+def miniature_of(name: str, size: int, ranks: int):
+    """Return (config, rules) of a miniature. See `case_of`."""
     sharing = {"context_parallel": size, "gpus_per_node": ranks}
     if name == "open_llama":
         table = COMMON | {
@@ -141,11 +162,11 @@ def one_step(processes: Processes, name: str) -> dict:
     made, rules = case_of(name, processes.context.size)
     whole = sequences(rules.shape.vocab_size, rules.sequence_length)
     evaluated = rank_micro_batches(whole[:EVALUATED].numpy(), processes, 2)
-    evaluation = evaluate(model, evaluated, processes, per_token=name == BY_TOKEN)
+    evaluation = evaluate(model, evaluated, processes, per_token=is_by_token(name))
     if rules.lora_rank:
         seed_by_sequence(model, processes)
     counted = None
-    if name == BY_TOKEN:
+    if is_by_token(name):
         counted = iter([int((whole[:, 1] != IGNORE_INDEX).sum())])
     batching = Batching(SEQUENCES, made.gradient_accumulation_steps, counted)
     batches = own_batches(whole, processes, made.micro_batch_size)
@@ -190,20 +211,25 @@ def dropout_seeds(sequence: int, layers: int) -> list[torch.Tensor]:
     return [torch.randint(0, 2**63 - 1, (2,), generator=generator) for _ in range(layers)]
 
 
-def on_ranks(processes: Processes, folder) -> dict:
-    """Be one of the ranks of the tests below."""
+def on_ranks(processes: Processes, folder, scale: str = "") -> dict:
+    """Be one of the ranks of the tests below. `scale`: SMALL, or "" for the miniatures."""
     results = {
-        f"{name} {size}": one_step(sharing(processes, size), name)
+        f"{name} {size}": one_step(sharing(processes, size), name + scale)
         for name in CASES
         for size in SIZES
     }
-    for begins, ends in CONTINUED:
+    for begins, ends in CONTINUED[scale]:
         run_and_continue(folder, begins, ends)
     return results
 
 
-# Ranks that share a sequence in a run, and in the run that continues it.
-CONTINUED = ((1, 4), (4, 1), (2, 2))
+def small_on_ranks(processes: Processes, folder) -> dict:
+    """Be one of the ranks of the default tests."""
+    return on_ranks(processes, folder, SMALL)
+
+
+# Scale -> ranks that share a sequence in a run, and in the run that continues it.
+CONTINUED = {SMALL: ((4, 1),), "": ((1, 4), (4, 1), (2, 2))}
 
 
 def run_and_continue(folder, begins: int, ends: int) -> None:
@@ -225,17 +251,24 @@ def run_and_continue(folder, begins: int, ends: int) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_data):
-    made = tmp_path_factory.mktemp("context")
-    (made / "data").symlink_to(tiny_data)
-    return made
+class Results(NamedTuple):
+    """What the ranks computed at a scale (see `on_ranks`)."""
+
+    scale: str
+    of_ranks: list[dict]
+    folder: Path  # of the runs
 
 
-@pytest.fixture(scope="module")
-def steps(folder):
-    """Return, by rank, one step of each case for each number of ranks that share a sequence."""
-    return call_on_ranks(RANKS, "test_context_parallel:on_ranks", folder)
+@pytest.fixture(scope="module", params=["small", pytest.param("whole", marks=pytest.mark.slow)])
+def results(request, tmp_path_factory, tiny_data):
+    """Return one step of each case for each number of ranks that share a sequence, and runs."""
+    folder = tmp_path_factory.mktemp("context")
+    (folder / "data").symlink_to(tiny_data)
+    scale, function = ("", "on_ranks")
+    if request.param == "small":
+        scale, function = (SMALL, "small_on_ranks")
+    of_ranks = call_on_ranks(RANKS, f"test_context_parallel:{function}", folder, 600.0)
+    return Results(scale, of_ranks, folder)
 
 
 @cache
@@ -268,7 +301,7 @@ def truth(name: str) -> dict:
         tokens, labels = batch.unbind(1)
         losses = sequence_losses(shape, leaves, tokens, labels, scale, masks)
         counts = (labels != IGNORE_INDEX).sum(1).double()
-        weights = counts if name == BY_TOKEN else torch.ones_like(counts)
+        weights = counts if is_by_token(name) else torch.ones_like(counts)
         return (losses * weights).sum() / weights.sum()
 
     loss = mean(whole, masks)
@@ -332,34 +365,39 @@ def errors(name: str, found: dict) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_step_is_as_near_to_fp64_as_without_sharing(steps, name):
-    alone = errors(name, steps[0][f"{name} 1"])
+def test_one_step_is_as_near_to_fp64_as_without_sharing(results, name):
+    steps = results.of_ranks[0]
+    case = name + results.scale
+    true_norm = truth(case)["norm"]
+    alone = errors(case, steps[f"{name} 1"])
     # A norm is at most as far from the true one as the gradients are from theirs.
-    norm_error = abs(steps[0][f"{name} 1"]["norm"] / truth(name)["norm"] - 1)
+    norm_error = abs(steps[f"{name} 1"]["norm"] / true_norm - 1)
     norm_limit = 2 * max(norm_error, alone["all gradients"])
     for size in SIZES[1:]:
-        found = steps[0][f"{name} {size}"]
-        assert abs(found["norm"] / truth(name)["norm"] - 1) <= norm_limit
-        for key, error in errors(name, found).items():
+        found = steps[f"{name} {size}"]
+        assert abs(found["norm"] / true_norm - 1) <= norm_limit
+        for key, error in errors(case, found).items():
             # A loss is one number, whose error may be 0 by chance: at least the rounding of fp32.
             limit = 2 * max(alone[key], 2**-24)
             assert error <= limit, (key, size)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_have_the_same_result(steps, name):
+def test_all_ranks_have_the_same_result(results, name):
     for size in SIZES:
-        first, *others = [of_rank[f"{name} {size}"] for of_rank in steps]
+        first, *others = [of_rank[f"{name} {size}"] for of_rank in results.of_ranks]
         for other in others:
             assert other["loss"] == first["loss"]
             assert other["norm"] == first["norm"]
             assert other["evaluation"] == first["evaluation"]
 
 
-def test_a_run_continues_with_another_number_of_ranks_for_a_sequence(steps, folder):
-    alone = facts(folder / "1 whole 4")
+def test_a_run_continues_with_another_number_of_ranks_for_a_sequence(results):
+    folder = results.folder
+    pairs = CONTINUED[results.scale]
+    alone = facts(folder / f"{pairs[0][0]} whole {pairs[0][1]}")
     assert len(alone.losses) == 12
-    for begins, ends in CONTINUED:
+    for begins, ends in pairs:
         whole = facts(folder / f"{begins} whole {ends}")
         rest = facts(folder / f"{begins} then {ends}")
         # The same sums in another order, amplified by 12 steps (tests/training/test_loop.py).
@@ -370,14 +408,15 @@ def test_a_run_continues_with_another_number_of_ranks_for_a_sequence(steps, fold
         assert dict(whole.evaluations) == pytest.approx(dict(alone.evaluations), rel=1e-5)
 
 
-def test_the_log_of_shared_sequences_is_clean_and_names_their_ranks(steps, folder):
+def test_the_log_of_shared_sequences_is_clean_and_names_their_ranks(results):
+    folder = results.folder
     path = folder / "4 whole 1" / "result.txt"
     values = {record["key"]: record["value"] for record in records(path)}
     assert values["context_parallelism"] == 4
     assert values["tensor_parallelism"] == 1
     assert values["micro_batch_size"] * values["gradient_accumulation_steps"] == 8
     assert {found.rule for found in examine(path).errors()} == {
-        found.rule for found in examine(folder / "1 whole 4" / "result.txt").errors()
+        found.rule for found in examine(folder / "4 then 1" / "result.txt").errors()
     }
     # The rule needs the number of GPUs, which the launcher writes.
     made = run_config(gpus_per_node=RANKS, context_parallel=4, micro_batch_size=2)
