@@ -62,6 +62,7 @@ def test_every_name_of_ours_exists():
     for benchmark in names():
         known |= {key.rstrip("=") for key in config_keys(benchmark)}
         known |= {*cli.parser_of("run", benchmark).options()}
-    known |= {*cli.parser_of("preflight", "").options()}
+    for command in ("preflight", "throughput"):
+        known |= {*cli.parser_of(command, "").options()}
     missing = {ours for (ours, _), _ in ENTRIES if ours and ours.split()[0] not in known}
     assert missing == set()
