@@ -497,7 +497,7 @@ def test_adapters_that_are_not_finite_are_not_saved(tmp_path):
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert execute(tmp_path, tmp_path / "nothing", tmp_path / "out") == ConfigError.exit_code
-    assert f"{tmp_path / 'nothing'}' does not exist" in capsys.readouterr().err
+    assert f"{tmp_path / 'nothing'}: no such folder" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert execute(tmp_path, tmp_path / "empty", tmp_path / "out") == WeightsError.exit_code
     assert "adapter_config.json" in capsys.readouterr().err
