@@ -9,6 +9,7 @@ import json
 import math
 import random
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -158,6 +159,7 @@ def write_evaluations(
     train_and_evaluate(
         log, counts, 25.5, lambda before, samples: None, lambda samples: next(losses)
     )
+    time.sleep(0.002)  # a run without a duration is no result
     log.run_stop(counts[-1], "success")
     log.close()
     return path
