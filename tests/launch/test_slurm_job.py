@@ -220,7 +220,7 @@ SHORT = ("max_samples=64", "eval_interval_samples=32")
     [
         (("target_loss=20.0",), 0, "FINISHED"),
         (("target_loss=0.1",), 10, "FAILED"),
-        (("opt_base_learning_rate=1e30", "opt_learning_rate_warmup_steps=0"), 11, "FAILED"),
+        (("opt_base_learning_rate=2e9", "opt_learning_rate_warmup_steps=0"), 11, "FAILED"),
     ],
     ids=["target reached", "not reached", "failed"],
 )
