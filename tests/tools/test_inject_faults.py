@@ -29,7 +29,6 @@ from tests.tools.inject_faults import (
     judge,
     lost_files,
     read_calls,
-    try_seed,
     unsynced,
 )
 
@@ -225,13 +224,6 @@ def test_files_that_get_their_names_before_they_are_synced_are_found():
 def workshop(tmp_path_factory, shim):
     folder = made_once(tmp_path_factory, "faults", lambda folder: Workshop(folder).build())
     return Workshop(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(FAULTS))
-def test_a_command_tells_the_truth_about_a_fault(workshop, seed):
-    verdict = try_seed(seed, workshop)
-    assert not verdict.untruths, str(verdict)
 
 
 @pytest.mark.slow
