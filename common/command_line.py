@@ -27,7 +27,7 @@ from common.errors import (
     StorageError,
     failure_of,
 )
-from common.suggestions import Meaning, nearest, suggestion
+from common.suggestions import Meaning, meant, nearest, suggestion
 from common.terminal import QUIET, guarded, print_stderr
 from common.values import path, spelled_as, whole_number
 
@@ -423,8 +423,7 @@ class Parser(argparse.ArgumentParser):
             if action.option_strings:
                 what = f"unknown value of {action.option_strings[-1]}: {value!r}"
             known = [str(choice) for choice in action.choices]
-            meaning = nearest(str(value), known)
-            do = suggestion(*meaning) if meaning else f"choose one; see {self.prog} --help"
+            do = meant(str(value), known, f"choose one; see {self.prog} --help")
             raise ConfigError(what, f"it must be one of: {', '.join(known)}", do)
 
     def error(self, message: str) -> NoReturn:

@@ -24,11 +24,8 @@ from launch.environment import replaced_packages
 from launch.job import Job, note_on_one_node
 from launch.processes.supervise import raise_at_signals
 from launch.selection.machine import add_gpu_kind_option
-from launch.selection.request import add_config_option
+from launch.selection.request import OF_CONFIG, add_config_option
 from launch.torch_build import missing_compiler, require_fitting_torch
-
-# Variables that choose the config of all these commands.
-OF_CONFIG = ("DGXSYSTEM", "DGXNGPU", "GPU_KIND")
 
 
 def job_parser(

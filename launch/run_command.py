@@ -36,9 +36,9 @@ from common.values import number_between, seconds
 from launch import run_directory, series, system_settings
 from launch.job import ensure_data, job_from, trainer_command
 from launch.job_command import (
-    OF_CONFIG,
     job_main,
     job_parser,
+    note_on_software,
     note_refusal,
     print_header,
     require_software,
@@ -46,6 +46,7 @@ from launch.job_command import (
 )
 from launch.processes.supervise import GRACE_S
 from launch.run import run_all
+from launch.selection.request import OF_CONFIG
 from submission.prerequisites import ORG, refusal_reasons, require_names
 
 ABOUT_OWN = """Train the model that the config describes, and save it in RUN/model.
@@ -192,7 +193,7 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
             inform(f"NOTE       {advice}: {system_settings.remedy()}")
     if options.print:
         run_directory.require_possible(job.log_dir / benchmark)
-        note_refusal(require_software, job)
+        note_on_software(job)
         if not job.config.miniature:  # whose data a run builds
             note_refusal(ensure_data, job)
         print(shlex.join(trainer_command(job, Path("DIR"), 0)))

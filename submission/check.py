@@ -27,7 +27,6 @@ from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError, StorageError
 from common.folder_walk import walk
 from common.records.ledger import LOG
-from common.training.arguments import runs_in
 from submission import official_tools, result_set
 from submission.check_output import json_line, lines, set_lines
 from submission.examined_log import (
@@ -78,7 +77,7 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
     """
     logs: list[Path] = []
     sets: dict[Path, list[ExaminedLog]] = {}
-    for path in map(runs_in, paths):
+    for path in paths:
         named = _logs(path)
         logs += named
         if path.is_dir():

@@ -177,7 +177,7 @@ def rehearse(options: argparse.Namespace, root: Path = ROOT) -> int:
         for benchmark, source in sources.items():
             series = None
             if source:
-                series = read_series([series_folder(path(str(source)), benchmark)], options.series)
+                series = read_series([series_folder(path(source), benchmark)], options.series)
             rehearsal.write_series(
                 folder / benchmark,
                 benchmark,

@@ -13,8 +13,8 @@ from common.records import published
 from common.records.published import Published
 from common.suggestions import meant
 from common.text_tables import number
-from common.training.arguments import runs_in
-from common.values import gpu_kind, path
+from common.values import gpu_kind
+from submission.options import runs_folder
 from submission.output import table
 from submission.series import LocalResult, check_same, read_series, result, ten_runs
 
@@ -31,8 +31,8 @@ def find(text: str, ruleset: str = "", like: Published | None = None) -> Publish
     of GPUs are preferred. Raises ConfigError if nothing matches, if several results still match, or
     if the logs are of another benchmark than `like`.
     """
-    if text and runs_in(path(text)).exists():
-        return _read(runs_in(path(text)), ruleset, like)
+    if text and (folder := runs_folder(text)).exists():
+        return _read(folder, ruleset, like)
     matches = matching(text)
     if like is not None:
         matches = _comparable(matches, like)

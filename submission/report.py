@@ -27,7 +27,7 @@ from common.records import ledger, tracking
 from common.records.trackers import TRACKERS
 from common.training.arguments import RUN_FILES, is_run, run_or_runs
 from submission.advice import Advice, advice
-from submission.options import add_series_option, runs_folder
+from submission.options import add_series_option
 from submission.run import Run
 from submission.run_list import RunRow, rows_of
 from submission.run_list_page import run_list_page
@@ -54,7 +54,7 @@ def parser() -> Parser:
     )
     parser.add_argument(
         "directories",
-        type=runs_folder,
+        type=Path,
         nargs="+",
         metavar="DIR",
         help="run directory or a file in it, LOGDIR/<benchmark> or its benchmark, or LOGDIR; "

@@ -40,7 +40,6 @@ from common.records.run_states import GOOD
 from common.terminal import duration, plural, table
 from common.text_tables import number
 from common.training.arguments import run_or_runs
-from submission.options import runs_folder
 from submission.run import Run
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
@@ -118,9 +117,12 @@ def config_of(row: RunRow) -> str:
 def columns_of(rows: list[RunRow]) -> list[Column]:
     """Return the columns of a table of `rows`: COLUMNS, and the config keys that differ."""
     groups: dict[tuple[str, str], list[dict]] = {}
+    shipped: dict[str, list[str]] = {}  # benchmark -> its configs in configs/
     for row in rows:
         stem = row.config.removesuffix(".toml").partition("+")[0]
-        is_shipped = stem in config_names(ROOT, row.benchmark)
+        if row.benchmark not in shipped:
+            shipped[row.benchmark] = config_names(ROOT, row.benchmark)
+        is_shipped = stem in shipped[row.benchmark]
         groups.setdefault((row.benchmark, stem if is_shipped else ""), []).append(row.settings)
     keys: dict[str, None] = {}
     for of_group in groups.values():
@@ -365,7 +367,7 @@ def parser() -> Parser:
     parser.add_argument(
         "directory",
         nargs="?",
-        type=runs_folder,
+        type=Path,
         metavar="DIR",
         help="LOGDIR or LOGDIR/<benchmark>, or a benchmark (default: LOGDIR, or results)",
     )

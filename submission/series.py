@@ -18,7 +18,6 @@ from common.records import windows as window_rules
 from common.records.published import Pace, Published
 from common.records.rcp import SUBMISSION_RUNS, trimmed_mean
 from common.records.run_states import MISSED
-from common.training.arguments import runs_in
 from submission import official_tools, rcp, rounds
 from submission.log_rules import converts_to_int
 from submission.run import NOT_STARTED, Run, numbered_logs, read_run
@@ -275,7 +274,7 @@ def read_series(paths: Sequence[Path], wanted: str = "", ruleset: str = "") -> S
     notes: list[str] = []
     names = []
     runs: list[Run] = []
-    for path in map(runs_in, paths):
+    for path in paths:
         name, part = _read(path, wanted, notes)
         names.append(name)
         runs += part

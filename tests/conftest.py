@@ -12,7 +12,7 @@ import yaml_by_libyaml  # noqa: F401  (changes yaml)
 from made_once import made_once
 from megatron_datasets import megatron  # noqa: F401  (a fixture)
 
-from common import engines
+from common import engines, variables
 
 # Without a GPU the kernels run in Triton's interpreter. Triton reads this when a kernel's module is
 # imported, which happens after this file.
@@ -22,6 +22,11 @@ if not torch.cuda.is_available():
     # 100 times slower beside other work.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+
+# The choices of whoever starts the tests, such as LOGDIR or SEED, are not those of the tests.
+for variable in variables.TABLE.values():
+    if variable.set_by == "user" and variables.Use.POD in variable.use:
+        os.environ.pop(variable.name, None)
 
 # Images often forbid compiled files. Without them, each of some hundred processes that the tests
 # start compiles the package again, and each worker rewrites the assertions of all tests.

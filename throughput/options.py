@@ -99,12 +99,7 @@ def mlp(parser: argparse.ArgumentParser) -> None:
 
 
 def gpt(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"one of {', '.join(SIZES)} (default: all; on a CPU {' and '.join(STAND_INS)})",
-    )
-    complete(model, SIZES)
+    _gpt_model(parser, "one of {} (default: all; on a CPU " + " and ".join(STAND_INS) + ")")
     parser.add_argument(
         "--sweep",
         action="store_true",
@@ -113,13 +108,14 @@ def gpt(parser: argparse.ArgumentParser) -> None:
     add(parser, "batch", "seq", warmup={"default": 3}, steps={"default": GPT_STEPS})
 
 
-def scaling(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"GPT to train, one of {', '.join(SIZES)} (default: the largest up to 7b that fits)",
-    )
+def _gpt_model(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add --model, a size of GPT. `text`: its help, with {} for the sizes."""
+    model = parser.add_argument("--model", metavar="NAME", help=text.format(", ".join(SIZES)))
     complete(model, SIZES)
+
+
+def scaling(parser: argparse.ArgumentParser) -> None:
+    _gpt_model(parser, "GPT to train, one of {} (default: the largest up to 7b that fits)")
     numbers = {
         "default": None,
         "help": "numbers of GPUs to measure (default: 1, 2, 4 and 8, as far as there are GPUs)",

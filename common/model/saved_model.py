@@ -12,12 +12,11 @@ from pathlib import Path
 
 from common.atomic_write import new_folder
 from common.errors import StorageError
-from common.model.checkpoint_names import ORDINARY
+from common.model.checkpoint_names import MODEL_FOLDER, ORDINARY
 from common.model.checkpoint_writer import require_new, write_checkpoint
 from common.model.llama import Llama
 from common.terminal import data_size
 
-MODEL_FOLDER = "model"
 # Bytes per file. Files end with a whole tensor, so a file of the 8B may reach 5.05 GB.
 FILE_BYTES = 4_000_000_000
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from common import benchmarks
 from common.errors import ConfigError
 from common.model.checkpoint_files import read_json
-from common.model.checkpoint_names import ADAPTER_CONFIG, CONFIG
+from common.model.checkpoint_names import ADAPTER_CONFIG, ADAPTER_FOLDER, CONFIG, MODEL_FOLDER
 from common.paths import ROOT, results_folder
 from common.records import ledger, tracking
 from common.records.run_record import EVENTS, RunRecord
@@ -22,8 +22,6 @@ from common.training.continuation import CHECKPOINTS_FOLDER
 
 # A directory with one of these files is the directory of a run.
 RUN_FILES = (ledger.LOG, EVENTS, "config.toml", "failure.json", tracking.GPU_SAMPLES)
-MODEL = "model"  # folders in the directory of a run
-ADAPTER = "adapter"
 # Parts of errors.
 WEIGHTS = "a model is a folder with config.json and safetensors files; a run saves it at its end"
 MODEL_HELP = (
@@ -68,7 +66,7 @@ def run_or_runs(argument: Path) -> Path:
     if path.is_file():
         path = path.absolute().parent
     above = path.absolute().parent
-    is_part = path.name in (MODEL, ADAPTER, CHECKPOINTS_FOLDER) and is_run(above)
+    is_part = path.name in (MODEL_FOLDER, ADAPTER_FOLDER, CHECKPOINTS_FOLDER) and is_run(above)
     return above if is_part else path
 
 
@@ -110,7 +108,7 @@ def weights_of(argument: Path, adapter: Path | None = None) -> Weights:
     if adapter:
         if not adapter.is_dir():
             raise ConfigError(f"{adapter}: no such folder", WEIGHTS, NAME_WEIGHTS)
-        inside = adapter / ADAPTER
+        inside = adapter / ADAPTER_FOLDER
         model = _weights_in(argument).model if _has_weights(argument) else argument
         return Weights(model, inside if _is_adapter(inside) else adapter)
     return _weights_in(argument)
@@ -123,7 +121,7 @@ def _weights_in(argument: Path) -> Weights:
         folder = newest_run(argument, _has_weights)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder", WEIGHTS, NAME_WEIGHTS)
-    for path in (folder, folder / MODEL, folder / ADAPTER):
+    for path in (folder, folder / MODEL_FOLDER, folder / ADAPTER_FOLDER):
         if (path / CONFIG).is_file():
             return Weights(path)
         if _is_adapter(path):
@@ -140,8 +138,9 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    files = (CONFIG, f"{MODEL}/{CONFIG}", ADAPTER_CONFIG, f"{ADAPTER}/{ADAPTER_CONFIG}")
-    return any((folder / name).is_file() for name in files)
+    models = (folder, folder / MODEL_FOLDER)
+    adapters = (folder, folder / ADAPTER_FOLDER)
+    return any((path / CONFIG).is_file() for path in models) or any(map(_is_adapter, adapters))
 
 
 def _base_of(adapter: Path) -> Path:

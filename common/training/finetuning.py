@@ -16,6 +16,7 @@ from common.config import RunConfig
 from common.errors import CheckFailed, WeightsError
 from common.kernels.fp8 import fp8_dtypes
 from common.model.checkpoint_loader import LoadReport, load_base
+from common.model.checkpoint_names import ADAPTER_FOLDER
 from common.model.fused_lora_block import FusedLoraBlock
 from common.model.linear_layers import linear_layers
 from common.model.llama import Head, Llama
@@ -33,8 +34,6 @@ from common.training.build import build
 from common.training.digest import fingerprint
 from common.training.reports import Reports
 from common.training.run import Run, frozen_weights_folder
-
-ADAPTER_FOLDER = "adapter"  # in the run directory
 
 
 def finetune(

@@ -71,7 +71,7 @@ from launch.plan.scaling_table import HEAD, MODEL_HEAD, ScalingTable
 from launch.selection.check import FITTED, Choice
 from launch.selection.choose import choose, require_config
 from launch.selection.machine import NO_GPUS, Machine
-from launch.selection.request import Request, add_config_option
+from launch.selection.request import OF_CONFIG, Request, add_config_option
 
 # Training tokens per weight that make the best use of compute (arXiv:2203.15556).
 TOKENS_PER_WEIGHT = 20
@@ -116,7 +116,7 @@ def parser(benchmark: str = "") -> Parser:
         what.add_argument("--all", action="store_true", help="plan every config of the benchmark")
         add_set_option(parser, config_keys(benchmark))
         _add_gpu_options(parser, "all of a node")
-        parser.variables = ("DGXSYSTEM", "DGXNGPU", "GPU_KIND")
+        parser.variables = OF_CONFIG
         parser.add_argument(
             "--write",
             type=Path,

@@ -63,7 +63,7 @@ from launch.processes.supervise import supervise
 from launch.selection.check import GPUS, VERSIONS, Choice, Objection
 from launch.selection.choose import choose, name, require_gpus
 from launch.selection.machine import Machine, add_gpu_kind_option
-from launch.selection.request import Request, add_config_option
+from launch.selection.request import OF_CONFIG, Request, add_config_option
 from launch.torch_build import broken_torch
 
 SECONDS = 3.0  # for which each speed is measured
@@ -147,7 +147,7 @@ def parser(benchmark: str = "") -> Parser:
         help="device to check (default: the GPUs if there are any; cuda includes ROCm)",
     )
     add_gpu_kind_option(parser)
-    parser.variables = ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "MODEL")
+    parser.variables = (*OF_CONFIG, "MODEL")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--quick",

@@ -14,6 +14,8 @@ from common.paths import ROOT
 from common.training.continuation import SavedCheckpoint
 from common.values import config_name, count, of_variable, path
 
+OF_CONFIG = ("DGXSYSTEM", "DGXNGPU", "GPU_KIND")  # variables that choose the config
+
 
 def add_config_option(group: Any, benchmark: str, default: str) -> None:
     """Add --config, a path, or the name of a file in the benchmark's folder of configs/."""

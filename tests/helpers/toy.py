@@ -288,13 +288,8 @@ def launch(project, cwd, *arguments, benchmark="toy", shell="", **variables):
     Leave out `benchmark` for a command that takes none.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    keep = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("SEED", "NEXP", "DATADIR", "LOGDIR", "DGXSYSTEM", "DGXNGPU")
-    }
     environment = (
-        keep
+        os.environ
         | {
             "PATH": path,
             "CUDA_VISIBLE_DEVICES": "",

@@ -19,40 +19,11 @@ from toy import wait_until
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.paths import ROOT
 from common.training.continuation import STOP_REQUEST, newest
+from tests.tools.inject_faults import CONFIG, MODEL
 
 pytestmark = pytest.mark.slow
 
-VOCABULARY = 256
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
-CONFIG = """
-gpu = "CPU"
-model = "{folder}/model.json"
-sequence_length = 32
-global_batch_size = 4
-micro_batch_size = 4
-eval_micro_batch_size = 4
-max_samples = 800
-eval_samples = 8
-eval_interval_samples = 200
-opt_base_learning_rate = 3e-3
-schedule = "cosine"
-opt_learning_rate_warmup_steps = 4
-weight_decay = 0.1
-gradient_clip_norm = 1.0
-"""
+VOCABULARY = MODEL["vocab_size"]
 SLURM = {
     "scontrol": "echo localhost",
     "srun": 'while [ "$1" != ./run_and_time.sh ]; do shift; done\nexec "$@"',
@@ -89,7 +60,7 @@ def folder(tmp_path_factory) -> Path:
     """Data, config and stand-ins."""
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "model.json").write_text(json.dumps(MODEL))
-    (folder / "config.toml").write_text(CONFIG.format(folder=folder))
+    (folder / "config.toml").write_text(CONFIG.format(folder=folder, samples=800, interval=200))
     for name, text in SLURM.items():
         path = folder / "bin" / name
         path.parent.mkdir(exist_ok=True)

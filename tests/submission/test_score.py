@@ -397,6 +397,7 @@ def test_logs_of_two_benchmarks_cannot_be_compared(amd, tmp_path, capsys):
 
 def test_words_of_a_published_result_need_another_result(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "logs"))
     assert score.main(["AMD MI355X 5.1"]) == 2
     error = capsys.readouterr().err
     assert "published result" in error and '"AMD MI355X 5.1" --against' in error

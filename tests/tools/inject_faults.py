@@ -67,14 +67,14 @@ MODEL = {
 }
 CONFIG = """
 gpu = "CPU"
-model = "{inputs}/model.json"
+model = "{folder}/model.json"
 sequence_length = 32
 global_batch_size = 4
 micro_batch_size = 4
 eval_micro_batch_size = 4
-max_samples = 96
+max_samples = {samples}
 eval_samples = 8
-eval_interval_samples = 32
+eval_interval_samples = {interval}
 opt_base_learning_rate = 3e-3
 schedule = "cosine"
 opt_learning_rate_warmup_steps = 4
@@ -447,7 +447,9 @@ class Workshop:
         build_shim(self.folder)
         self.inputs.mkdir()
         (self.inputs / "model.json").write_text(json.dumps(MODEL))
-        (self.inputs / "config.toml").write_text(CONFIG.format(inputs=self.inputs))
+        (self.inputs / "config.toml").write_text(
+            CONFIG.format(folder=self.inputs, samples=96, interval=32)
+        )
         corpus = self.inputs / "corpus"
         corpus.mkdir()
         for path in sorted((ROOT / "docs").glob("*.md")):
