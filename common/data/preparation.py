@@ -190,8 +190,14 @@ def _defect(folder: Path, recipe: Recipe) -> str:
         if not recipe.rebuilds:
             raise
         return error.what
-    if not recipe.rebuilds:
-        require_same_recipe(path, manifest.about, recipe.about)
+    about = manifest.about | recipe.about
+    changed = [key for key in about if manifest.about.get(key) != recipe.about.get(key)]
+    if changed and not recipe.rebuilds:
+        raise StorageError(
+            f"{folder} holds files of other inputs or options",
+            f"its {path.name} has other {listed(changed)}, and nothing is overwritten",
+            "name another --data-dir",
+        )
     defect = _damage(path, manifest)
     if not defect and (
         manifest.source != recipe.source
@@ -206,17 +212,6 @@ def _defect(folder: Path, recipe: Recipe) -> str:
             f"restore it; or, to build all again, remove {path.name}, {', '.join(recipe.files)}",
         )
     return defect
-
-
-def require_same_recipe(path: Path, found: dict[str, Any], about: dict[str, Any]) -> None:
-    """Raise StorageError unless `found`, which the manifest at `path` records, equals `about`."""
-    changed = [key for key in about | found if found.get(key) != about.get(key)]
-    if changed:
-        raise StorageError(
-            f"{path.parent} holds files of other inputs or options",
-            f"its {path.name} has other {listed(changed)}, and nothing is overwritten",
-            "name another --data-dir",
-        )
 
 
 def damage_of(path: Path) -> str:
@@ -244,19 +239,12 @@ def require_as_recorded(path: Path, files: Collection[Path], vocab_size: int, pr
     `files`: the files that a run reads. If the manifest lists them, their sizes are compared, and
         their SHA-256 or, if they are large, the SHA-256 of a sample.
     `vocab_size`: the model's vocabulary; larger ids do not fit.
-    `prepare`: the user's command that prepares the data, for the messages.
-
-    A manifest without facts of its files is accepted with a note.
+    `prepare`: the user's command that prepares the data, for the message.
     """
     if not path.is_file():
         return
     manifest = Manifest.read(path)
     verify = f"{prepare} verify --data-dir {path.parent}"
-    if not manifest.files:
-        say(
-            f"NOTE       {path} has no checksums, so the data are not compared with it;"
-            f" {verify} adds them"
-        )
     for name, facts in manifest.files.items():
         file = path.parent / name
         difference = facts.difference(file, whole=False) if file in files else ""
