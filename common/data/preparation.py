@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.data.manifest import Manifest, PairFacts, facts_of
-from common.errors import NO_LOCKS, DataError, PreflightError, StorageError, listed
+from common.errors import DataError, PreflightError, StorageError, listed
+from common.lock_files import flock
 from common.terminal import Progress, data_size, outlive_readers, print_stderr, shown
 
 
@@ -43,19 +44,16 @@ def _open_locked(path: Path) -> TextIO:
     """Lock the file at `path`, waiting if necessary, and return it."""
     while True:
         file = path.open("a")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting: another process has locked {path}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
+        is_held = flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_held is None:
             say(
                 f"note: {path.parent} is on a file system without locks: "
                 "do not start two preparations of it at once"
             )
             return file
+        if not is_held:
+            say(f"waiting: another process has locked {path}")
+            flock(file.fileno(), fcntl.LOCK_EX)
         # The process that held the lock may have removed this file, and a third process may have
         # locked a new file of the same name.
         with suppress(FileNotFoundError):
