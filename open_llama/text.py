@@ -32,7 +32,7 @@ from common.data.text_documents import Key
 from common.data.text_inputs import input_files, kind_of
 from common.data.text_parts import SPLITS, Encode, Work, write_token_files
 from common.data.verification import verify
-from common.errors import ConfigError, DataError, StorageError
+from common.errors import ConfigError, StorageError
 from common.terminal import plural
 from open_llama.chat import Rendered, load_template, mask_of, render_record
 from open_llama.text_tokenizer import train_tokenizer
@@ -93,7 +93,6 @@ def prepare_text(
         tokenizer = place_tokenizer(files, data_dir, settings, vocab_size)
     settings = replace(settings, tokenizer=str(tokenizer))
     about = identity(states, settings, vocab_size)
-    _require_record(data_dir / RECORD)
     loaded = load_tokenizer(tokenizer, settings.eos)
     chat = settings.key is None
     key: Key = partial(render_record, tokenizer=tokenizer) if settings.key is None else settings.key
@@ -179,18 +178,6 @@ def verify_text(data_dir: Path, full: bool) -> None:
     """
     require_data_dir(data_dir)
     verify(data_dir, Manifest.read(data_dir / RECORD), data_dir / RECORD, full)
-
-
-def _require_record(path: Path) -> None:
-    """Raise StorageError if the file at `path` is not a record of this version."""
-    if not path.exists():
-        return
-    try:
-        Manifest.read(path)
-    except DataError as error:
-        what = f"{path} exists and is not a record of a preparation"
-        do = "name another --data-dir"
-        raise StorageError(what, "nothing is overwritten", do) from error
 
 
 def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab_size: int) -> Path:

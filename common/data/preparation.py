@@ -237,7 +237,7 @@ def require_as_recorded(path: Path, files: Collection[Path], vocab_size: int, pr
     `files`: the files that a run reads. If the manifest lists them, their sizes are compared, and
         their SHA-256 or, if they are large, the SHA-256 of a sample.
     `vocab_size`: the model's vocabulary; larger ids do not fit.
-    `prepare`: the user's command that prepares the data, for the message.
+    `prepare`: the user's command that prepares the data, for the messages.
     """
     if not path.is_file():
         return

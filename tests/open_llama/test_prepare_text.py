@@ -490,7 +490,7 @@ def test_a_record_that_cannot_be_read_is_named(tokenizer, tmp_path, monkeypatch)
     monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     (tmp_path / "a.jsonl").write_bytes(lines())
     (tmp_path / f"out/{RECORD}").mkdir(parents=True)
-    with pytest.raises(StorageError, match=f"/out/{RECORD} exists and is not a record"):
+    with pytest.raises(DataError, match=f"/out/{RECORD}: cannot be opened"):
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
     assert not (tmp_path / "out/train.bin").exists()
 
