@@ -145,7 +145,7 @@ def text_of(record: Any, key: Key) -> str:
         raise DataError(
             f"{key} is {type(text).__name__}, not text",
             "a document must be a string",
-            "name the text's key or column with --key, or repair the record",
+            "repair the line",
         )
     try:
         text.encode()

@@ -60,6 +60,10 @@ def documents_in(out: Path) -> int:
     return sum(Index.read(out / split).num_documents for split in text_parts.SPLITS)
 
 
+def test_files_of_other_options_are_refused(inputs, prepared):
+    assert prepare(inputs, prepared, "--eos", "<s>") == StorageError.exit_code
+
+
 def content_of(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
@@ -270,10 +274,6 @@ def job_with_record(folder: Path, record: dict):
 def test_a_run_refuses_a_record_without_the_facts(tmp_path):
     with pytest.raises(DataError, match=r"text\.json"):
         ensure_data(job_with_record(tmp_path, {"inputs": []}))
-
-
-def test_files_of_other_options_are_refused(inputs, prepared):
-    assert prepare(inputs, prepared, "--eos", "<s>") == StorageError.exit_code
 
 
 def test_a_run_compares_only_the_files_that_it_reads(tmp_path):
