@@ -25,10 +25,8 @@ from common.records.trackers import require_installed
 from common.terminal import plural, print_stderr, shown
 from common.training.arguments import data_of_run, run_to_continue
 from common.training.continuation import (
-    BASE_FILES,
     CHECKPOINT,
     CHECKPOINTS_FOLDER,
-    DATA_FILES,
     ENGINES,
     SAVE,
     SavedCheckpoint,
@@ -253,7 +251,7 @@ def job_from(benchmark: str, options: argparse.Namespace, *ignored: str) -> Job:
         cpus=cpus,
     )
     if continues and selection.device == "cuda":
-        job = job.pinning(engines.pins(continues.facts.get(ENGINES, {})))
+        job = job.pinning(engines.pins(continues.facts[ENGINES]))
     return job
 
 
@@ -380,7 +378,11 @@ def ensure_data(job: Job) -> None:
     job.rules.require_data(job.config, job.data_dir)
     _require_weights(job)
     if job.continues:
-        _require_files_of_checkpoint(job, *job.continues)
+        folder, facts = job.continues
+        require_same_data(folder, facts, job.data_dir, job.rules.recorded_files(job.data_dir))
+        base = job.rules.frozen_weights_folder(job.config, job.data_dir, job.environment)
+        if base:
+            require_same_base(folder, facts, base)
 
 
 def _ensure_data_files(job: Job) -> None:
@@ -424,23 +426,6 @@ def _require_weights(job: Job) -> None:
         "the run starts from the weights in this folder",
         rules.missing_weights_help,
     )
-
-
-def _require_files_of_checkpoint(job: Job, folder: Path, facts: dict) -> None:
-    """Raise ConfigError if the job's data or frozen base differ from the record in `folder`.
-
-    A checkpoint without such a record is accepted with a note.
-    """
-    rules = job.rules
-    if DATA_FILES in facts:
-        require_same_data(folder, facts, job.data_dir, rules.recorded_files(job.data_dir))
-    else:
-        print_stderr(f"NOTE       {folder} does not record its data, so they are not compared")
-    base = rules.frozen_weights_folder(job.config, job.data_dir, job.environment)
-    if base and BASE_FILES in facts:
-        require_same_base(folder, facts, base)
-    elif base:
-        print_stderr(f"NOTE       {folder} does not record its base, so it is not compared")
 
 
 def _missing_data_files(job: Job) -> list[Path]:

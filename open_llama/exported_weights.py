@@ -60,13 +60,13 @@ def export(options: argparse.Namespace) -> None:
 def tokenizer_folder(run: Path, facts: dict, rules: Rules) -> Path | None:
     """Return the folder of the data, or None, with a note, if it holds the data of another run.
 
-    `facts`: the checkpoint's. Older checkpoints do not record the data, so any are accepted.
+    `facts`: the checkpoint's.
     """
     data_dir = data_folder(BENCHMARK, os.environ)
     if not os.environ.get("DATADIR"):
         data_dir = data_of_run(run) or data_dir
     stored = data_record(data_dir, rules.recorded_files(data_dir))
-    recorded = facts.get(DATA_FILES, stored)
+    recorded = facts[DATA_FILES]
     if all(recorded.get(name) == identity for name, identity in stored.items()):
         return data_dir
     say(

@@ -48,38 +48,98 @@ class Series:
 
     @cached_property
     def windows(self) -> list[TenRuns]:
-        """All windows of ten consecutive runs, valid or not, with their scores, in order.
+        """All windows of ten consecutive runs, valid or not, in order.
 
-        A series of ten runs or fewer is one window. Each is judged once.
+        A series of ten runs or fewer is one window.
         """
-        scored = []
-        for window in window_rules.windows(started_runs(self)):
-            runs = list(window)
-            scored.append(score_runs(runs, _invalid(runs)))
-        return scored
+        groups = map(tuple, window_rules.windows(started_runs(self)))
+        return [TenRuns(runs, _invalid(runs)) for runs in groups]
 
 
 @dataclass(frozen=True)
 class TenRuns:
-    """Runs that are scored as one result, usually ten."""
+    """Runs that are scored as one result, usually ten. Each value is computed once."""
 
     runs: tuple[Run, ...]
-    counted: tuple[Run, ...]  # runs in the mean: without the fastest and the slowest, fastest first
-    minutes: float | None  # mean of the counted runs
-    # Mean of the samples without the lowest and the highest, as in the RCP checker. None for fewer
-    # than three runs, or if two or more did not converge.
-    samples: float | None
-    verdict: rcp.RcpVerdict | None  # None for a miniature, and for fewer than three runs
     invalid: str  # why these runs are not a valid result, or ""
-    factor: float | None  # RCP factor; None unless the RCP test passed
-    # minutes x factor. None for an invalid result, a failed RCP test, or a miniature.
-    score: float | None
-    # Whether the result is valid and the RCP test passed. For a miniature: whether a run converged
-    # and at most one did not.
-    passed: bool
-    # Key by which windows are sorted: minutes x factor, even if the RCP test failed; infinity if
-    # the result is invalid.
-    rank: float
+
+    @cached_property
+    def counted(self) -> list[Run]:
+        """The runs in the mean: without the fastest and the slowest, fastest first.
+
+        A run that did not converge is the slowest. With fewer than three runs, none is dropped.
+        """
+        converged = [run for run in self.runs if run.converged]
+        converged.sort(key=lambda run: run.minutes or 0.0)
+        if len(self.runs) < 3:
+            return converged
+        if len(converged) < len(self.runs):
+            return converged[1:]
+        return converged[1:-1]
+
+    @cached_property
+    def minutes(self) -> float | None:
+        """Mean of the counted runs."""
+        if not self.counted:
+            return None
+        return sum(run.minutes or 0.0 for run in self.counted) / len(self.counted)
+
+    @cached_property
+    def samples(self) -> float | None:
+        """Mean of the samples without the lowest and the highest, as in the RCP checker.
+
+        A run that did not converge needs infinitely many. None for fewer than three runs, or if the
+        mean is infinite.
+        """
+        if len(self.runs) < 3:
+            return None
+        samples = []
+        for run in self.runs:
+            samples.append(float(run.samples or 0) if run.status == "success" else math.inf)
+        mean = trimmed_mean(samples)
+        return mean if math.isfinite(mean) else None
+
+    @cached_property
+    def verdict(self) -> rcp.RcpVerdict | None:
+        """The verdict of the RCP checker. None for a miniature, and for fewer than three runs."""
+        if len(self.runs) < 3 or any(run.is_miniature for run in self.runs):
+            return None
+        logs = [run.path if run.log.events else None for run in self.runs]
+        bypass = official_tools.RCP_BYPASS in official_tools.bypasses(self.runs[0].folder)
+        return rcp.judge(logs, self.runs[0].ruleset, bypass)
+
+    @property
+    def factor(self) -> float | None:
+        """The RCP factor. None unless the RCP test passed."""
+        return self.verdict.factor if self.verdict and self.verdict.passed else None
+
+    @property
+    def score(self) -> float | None:
+        """`minutes` x `factor`. None for an invalid result, a failed RCP test, or a miniature."""
+        if self.minutes is None or self.invalid or self.factor is None:
+            return None
+        return self.minutes * self.factor
+
+    @property
+    def rank(self) -> float:
+        """Key by which windows are sorted: minutes x factor, even if the RCP test failed.
+
+        Infinity if the result is invalid.
+        """
+        if self.minutes is None or self.invalid:
+            return math.inf
+        return self.minutes * (self.verdict.factor if self.verdict else 1.0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the result is valid and the RCP test passed.
+
+        For a miniature: whether a run converged and at most one did not.
+        """
+        if any(run.is_miniature for run in self.runs):
+            failed = sum(not run.converged for run in self.runs)
+            return failed < len(self.runs) and failed <= window_rules.MAY_FAIL
+        return not self.invalid and (self.verdict is None or self.verdict.passed)
 
 
 # Selecting ten runs.
@@ -110,7 +170,7 @@ def started_runs(series: Series) -> list[Run]:
     return [run for run in series.runs if run.counts_as != NOT_STARTED]
 
 
-def _invalid(runs: list[Run]) -> str:
+def _invalid(runs: Sequence[Run]) -> str:
     """Return why `runs` are not a valid result, or ""."""
     if window_rules.is_valid([run.converged for run in runs]):
         return ""
@@ -124,83 +184,6 @@ def _invalid(runs: list[Run]) -> str:
     if failed[0].reason:
         text += f"; the first: {failed[0].reason}"
     return text
-
-
-def score_runs(runs: list[Run], invalid: str = "") -> TenRuns:
-    """Score `runs`, any number of them, as one result.
-
-    `invalid`: why they are not a valid result, or "".
-    """
-    counted = _counted_in_mean(runs)
-    minutes = None
-    if counted:
-        minutes = sum(run.minutes or 0.0 for run in counted) / len(counted)
-    verdict = _rcp_verdict(runs)
-    factor = verdict.factor if verdict and verdict.passed else None
-    score = None
-    rank = math.inf
-    if minutes is not None and not invalid:
-        rank = minutes * (verdict.factor if verdict else 1.0)
-        if factor is not None:
-            score = minutes * factor
-    return TenRuns(
-        runs=tuple(runs),
-        counted=tuple(counted),
-        minutes=minutes,
-        samples=_mean_samples(runs),
-        verdict=verdict,
-        invalid=invalid,
-        factor=factor,
-        score=score,
-        passed=_passed(runs, invalid, verdict),
-        rank=rank,
-    )
-
-
-def _counted_in_mean(runs: list[Run]) -> list[Run]:
-    """Return the runs without the fastest and the slowest, fastest first.
-
-    A run that did not converge is the slowest. With fewer than three runs, none is dropped.
-    """
-    converged = [run for run in runs if run.converged]
-    converged.sort(key=lambda run: run.minutes or 0.0)
-    if len(runs) < 3:
-        return converged
-    if len(converged) < len(runs):
-        return converged[1:]
-    return converged[1:-1]
-
-
-def _mean_samples(runs: list[Run]) -> float | None:
-    """Return the mean of the samples to the target without the lowest and the highest.
-
-    A run that did not converge needs infinitely many. None for fewer than three runs, or if the
-    mean is infinite.
-    """
-    if len(runs) < 3:
-        return None
-    samples = []
-    for run in runs:
-        samples.append(float(run.samples or 0) if run.status == "success" else math.inf)
-    mean = trimmed_mean(samples)
-    return mean if math.isfinite(mean) else None
-
-
-def _rcp_verdict(runs: list[Run]) -> rcp.RcpVerdict | None:
-    """Return the verdict of the RCP checker, or None for a miniature or fewer than three runs."""
-    if len(runs) < 3 or any(run.is_miniature for run in runs):
-        return None
-    logs = [run.path if run.log.events else None for run in runs]
-    bypass = official_tools.RCP_BYPASS in official_tools.bypasses(runs[0].folder)
-    return rcp.judge(logs, runs[0].ruleset, bypass)
-
-
-def _passed(runs: list[Run], invalid: str, verdict: rcp.RcpVerdict | None) -> bool:
-    """Return the value of `TenRuns.passed`."""
-    if any(run.is_miniature for run in runs):
-        failed = sum(not run.converged for run in runs)
-        return failed < len(runs) and failed <= window_rules.MAY_FAIL
-    return not invalid and (verdict is None or verdict.passed)
 
 
 def pace(ten: TenRuns) -> Pace | None:

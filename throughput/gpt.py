@@ -182,9 +182,12 @@ def sweep(name: str, size: Size, options: argparse.Namespace, result: Result) ->
         batch *= 2
     marks: dict[int, list[str]] = {}
     if batch > 1 and "error" in result.rows[-1]:
-        most = largest_between(batch // 2, batch, size, options.device)
+        good = batch // 2
+        most = good + largest(
+            lambda more: good + more < batch and fits(size, options.device, good + more)
+        )
         marks[most] = ["largest that fits"]
-        if most > batch // 2:
+        if most > good:
             add_row("sweep", name, replace(size, batch=most), options, result)
     measured = [row for row in result.rows[first:] if "tokens_per_s" in row]
     if measured:
@@ -192,17 +195,6 @@ def sweep(name: str, size: Size, options: argparse.Namespace, result: Result) ->
         marks.setdefault(fastest["batch"], []).append("most tokens/s")
     for row in measured:
         row["mark"] = ", ".join(marks.get(row["batch"], []))
-
-
-def largest_between(good: int, bad: int, size: Size, device: str) -> int:
-    """Return the largest batch that fits, if `good` is known to fit and `bad` not to fit."""
-
-    def batch_fits(batch: int) -> bool:
-        if batch <= good:
-            return True
-        return batch < bad and fits(size, device, batch)
-
-    return largest(batch_fits)
 
 
 def fits(size: Size, device: str, batch: int) -> bool:

@@ -274,15 +274,13 @@ def mark(smaller: dict[str, Any], row: dict[str, Any]) -> str:
 
 def add_collectives(ranks: int, measured: list[dict[str, Any]], result: Result) -> None:
     """Add the rows of table "collectives". `measured`: see `measure_collectives`."""
-    factors = {"all-reduce": 2 * (ranks - 1) / ranks, "all-gather": (ranks - 1) / ranks}
     for call in measured:
-        speed = per_second(call["times_ms"], call["bytes"]) / 1e9
         row = {
             "table": "collectives",
             "name": f"{call['name']}, {ranks} ranks",
             "mib": call["bytes"] / MIB,
-            "algorithm_gb_per_s": speed,
-            "bus_gb_per_s": speed * factors[call["name"]],
+            "algorithm_gb_per_s": per_second(call["times_ms"], call["bytes"]) / 1e9,
+            "bus_gb_per_s": per_second(call["times_ms"], call["bus_gb"]),
         }
         result.add(row, call["times_ms"])
 

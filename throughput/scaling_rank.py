@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +29,8 @@ from common.training.assembly import Batching
 from common.training.loop import train_step as llama_step
 from common.training.pretraining import assemble_random
 from common.training.warmup import synthetic_batches
+from launch.preflight.measure import collective
+from launch.preflight.rank_report import COLLECTIVES
 from throughput.gpt_model import LEARNING_RATE, build_gpt, train_step
 from throughput.gpt_sizes import Size
 from throughput.memory import free_memory
@@ -43,7 +44,6 @@ from throughput.ranks import (
 )
 
 TIMEOUT_S = 300.0  # timeout of a collective, during which another rank may still compile kernels
-COLLECTIVES = ("all-reduce", "all-gather")
 # Strategies, whose names are keys of the measurements.
 DDP = "DDP"
 ZERO_2 = "ZeRO-2"
@@ -175,33 +175,18 @@ def measure_steps(
 
 
 def measure_collectives(request: ScalingRequest, processes: Processes) -> list[dict]:
-    """Measure each collective at each size. Return name, bytes and times_ms of each measurement.
+    """Measure each collective at each size, as dicts of name, bytes, bus_gb and times_ms.
 
-    The times are the slowest rank's. With one rank, the list is empty.
+    `bus_gb`: see `collective`. The times are the slowest rank's. With one rank, the list is empty.
     """
     calls = []
     for name in COLLECTIVES if processes.world_size > 1 else ():
         for size in request.collective_bytes:
-            call = prepare_collective(name, size, processes)
+            call, bus_gb = collective(name, size, processes.device)
             processes.barrier()
             times = slowest_ms(call, 3, request.collective_repeats, processes)
-            calls.append({"name": name, "bytes": size, "times_ms": times})
+            calls.append({"name": name, "bytes": size, "bus_gb": bus_gb, "times_ms": times})
     return calls
-
-
-def prepare_collective(name: str, size: int, processes: Processes) -> Callable[[], object]:
-    """Return a call of collective `name` on random bf16 values.
-
-    `size`: bytes, as NCCL's tests count them: of the tensor that is reduced, or of the result that
-    is gathered.
-    """
-    whole = torch.randn(size // 2, device=processes.device, dtype=torch.bfloat16)
-    if name == "all-reduce":
-        # MAX, because repeated sums would overflow.
-        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX)
-    part = whole[: len(whole) // processes.world_size].clone()
-    target = whole[: len(part) * processes.world_size]
-    return lambda: dist.all_gather_into_tensor(target, part)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.data.manifest import Manifest, PairFacts, facts_of
-from common.errors import NO_LOCKS, DataError, PreflightError, StorageError, listed
+from common.errors import DataError, PreflightError, StorageError, listed
+from common.lock_files import flock
 from common.terminal import Progress, data_size, outlive_readers, print_stderr, shown
 
 
@@ -43,19 +44,16 @@ def _open_locked(path: Path) -> TextIO:
     """Lock the file at `path`, waiting if necessary, and return it."""
     while True:
         file = path.open("a")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting: another process has locked {path}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
+        is_held = flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_held is None:
             say(
                 f"note: {path.parent} is on a file system without locks: "
                 "do not start two preparations of it at once"
             )
             return file
+        if not is_held:
+            say(f"waiting: another process has locked {path}")
+            flock(file.fileno(), fcntl.LOCK_EX)
         # The process that held the lock may have removed this file, and a third process may have
         # locked a new file of the same name.
         with suppress(FileNotFoundError):
@@ -190,8 +188,14 @@ def _defect(folder: Path, recipe: Recipe) -> str:
         if not recipe.rebuilds:
             raise
         return error.what
-    if not recipe.rebuilds:
-        require_same_recipe(path, manifest.about, recipe.about)
+    about = manifest.about | recipe.about
+    changed = [key for key in about if manifest.about.get(key) != recipe.about.get(key)]
+    if changed and not recipe.rebuilds:
+        raise StorageError(
+            f"{folder} holds files of other inputs or options",
+            f"its {path.name} has other {listed(changed)}, and nothing is overwritten",
+            "name another --data-dir",
+        )
     defect = _damage(path, manifest)
     if not defect and (
         manifest.source != recipe.source
@@ -206,17 +210,6 @@ def _defect(folder: Path, recipe: Recipe) -> str:
             f"restore it; or, to build all again, remove {path.name}, {', '.join(recipe.files)}",
         )
     return defect
-
-
-def require_same_recipe(path: Path, found: dict[str, Any], about: dict[str, Any]) -> None:
-    """Raise StorageError unless `found`, which the manifest at `path` records, equals `about`."""
-    changed = [key for key in about | found if found.get(key) != about.get(key)]
-    if changed:
-        raise StorageError(
-            f"{path.parent} holds files of other inputs or options",
-            f"its {path.name} has other {listed(changed)}, and nothing is overwritten",
-            "name another --data-dir",
-        )
 
 
 def damage_of(path: Path) -> str:
@@ -245,18 +238,11 @@ def require_as_recorded(path: Path, files: Collection[Path], vocab_size: int, pr
         their SHA-256 or, if they are large, the SHA-256 of a sample.
     `vocab_size`: the model's vocabulary; larger ids do not fit.
     `prepare`: the user's command that prepares the data, for the messages.
-
-    A manifest without facts of its files is accepted with a note.
     """
     if not path.is_file():
         return
     manifest = Manifest.read(path)
     verify = f"{prepare} verify --data-dir {path.parent}"
-    if not manifest.files:
-        say(
-            f"NOTE       {path} has no checksums, so the data are not compared with it;"
-            f" {verify} adds them"
-        )
     for name, facts in manifest.files.items():
         file = path.parent / name
         difference = facts.difference(file, whole=False) if file in files else ""

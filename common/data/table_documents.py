@@ -24,42 +24,28 @@ def table_documents(
     import pyarrow
 
     is_parquet = path.suffix.lower() == PARQUET
-    columns = _parquet_columns(path, begin, end, key) if is_parquet else _arrow_columns(path, key)
-    rows = 0
+    batches = _parquet_batches(path, begin, end, key) if is_parquet else _arrow_batches(path, key)
+    before = 0
     if is_parquet and begin:
         metadata = open_parquet(path).metadata
-        rows = sum(metadata.row_group(group).num_rows for group in range(begin))
+        before = sum(metadata.row_group(group).num_rows for group in range(begin))
     try:
-        for column, size in columns:
+        for batch, size in batches:
             try:
-                column.validate(full=True)  # or else a damaged offset reads any memory
-                values = column.to_pylist()
-                is_text = callable(key) or all(isinstance(text, str) for text in values)
-            except pyarrow.ArrowInvalid:
-                is_text = False
-            if not is_text:
-                raise _bad_row(path, "the row" if callable(key) else key, column, rows)
-            yield from _texts(path, key, values, rows)
-            rows += len(column)
+                batch.validate(full=True)  # or else a damaged offset reads any memory
+                records = batch.to_struct_array().to_pylist()
+            except ValueError as error:  # also pyarrow.ArrowInvalid
+                raise _damaged_row(path, batch, before, error) from error
+            for row, record in enumerate(records, start=before + 1):
+                try:
+                    text = text_of(record, key)
+                except DataError as error:
+                    raise at(f"{path}: row {row:,}", error) from error
+                yield text
+            before += len(batch)
             on_read(size)
     except (pyarrow.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
-
-
-def _texts(path: Path, key: Key, values: list[Any], before: int) -> Iterator[str]:
-    """Yield the texts of `values`, or of records if `key` is a function of them.
-
-    `before`: rows before them. Raises DataError.
-    """
-    if not callable(key):
-        yield from values
-        return
-    for row, record in enumerate(values, start=before + 1):
-        try:
-            text = text_of(record, key)
-        except DataError as error:
-            raise at(f"{path}: row {row:,}", error) from error
-        yield text
 
 
 def open_parquet(path: Path) -> Any:
@@ -83,10 +69,10 @@ def row_group_bytes(path: Path) -> int:
     return path.stat().st_size // max(1, open_parquet(path).num_row_groups)
 
 
-def _parquet_columns(path: Path, begin: int, end: int, key: Key) -> Iterator[tuple[Any, int]]:
-    """Yield (column, bytes of the file) of at most ROWS rows of row groups [begin, end).
+def _parquet_batches(path: Path, begin: int, end: int, key: Key) -> Iterator[tuple[Any, int]]:
+    """Yield (batch, bytes of the file) of at most ROWS rows of row groups [begin, end).
 
-    The column is `key` or, if that is a function, one of structs with all columns.
+    The batch has the column `key` or, if that is a function, all columns.
     """
     file = open_parquet(path)
     columns = None
@@ -96,14 +82,13 @@ def _parquet_columns(path: Path, begin: int, end: int, key: Key) -> Iterator[tup
     rows = sum(file.metadata.row_group(group).num_rows for group in range(begin, end))
     stored = row_group_bytes(path) * (end - begin)
     for batch in file.iter_batches(ROWS, row_groups=range(begin, end), columns=columns):
-        column = batch.to_struct_array() if callable(key) else batch.column(0)
-        yield column, stored * len(batch) // max(1, rows)
+        yield batch, stored * len(batch) // max(1, rows)
 
 
-def _arrow_columns(path: Path, key: Key) -> Iterator[tuple[Any, int]]:
-    """Yield (column, bytes of the file) of each batch of an Arrow file, of either format.
+def _arrow_batches(path: Path, key: Key) -> Iterator[tuple[Any, int]]:
+    """Yield (batch, bytes of the file) of an Arrow file, of either format.
 
-    The column: see `_parquet_columns`.
+    The batch: see `_parquet_batches`.
     """
     import pyarrow
 
@@ -119,8 +104,7 @@ def _arrow_columns(path: Path, key: Key) -> Iterator[tuple[Any, int]]:
         if not callable(key):
             _require_column(path, key, reader.schema.names)
         for batch in batches:
-            column = batch.to_struct_array() if callable(key) else batch.column(key)
-            yield column, batch.nbytes
+            yield batch if callable(key) else batch.select([key]), batch.nbytes
 
 
 def _require_column(path: Path, key: str, names: list[str]) -> None:
@@ -132,27 +116,23 @@ def _require_column(path: Path, key: str, names: list[str]) -> None:
         )
 
 
-def _bad_row(path: Path, key: str, column: Any, before: int) -> Exception:
-    """Return the error for the first row of `column` without text. `before`: rows before it."""
+def _damaged_row(path: Path, batch: Any, before: int, error: ValueError) -> Exception:
+    """Return the error for the first damaged row of `batch`, or for `error` if no row is damaged.
+
+    `before`: rows before the batch.
+    """
     import pyarrow
 
     # All rows of a dictionary with a damaged value are invalid.
-    later = " or later" if pyarrow.types.is_dictionary(column.type) else ""
-    for row in range(len(column)):
-        value = column.slice(row, 1)
+    dictionaries = any(pyarrow.types.is_dictionary(column.type) for column in batch.schema)
+    later = " or later" if dictionaries else ""
+    for row in range(len(batch)):
         try:
-            value.validate(full=True)
-        except pyarrow.ArrowInvalid as error:
+            batch.slice(row, 1).validate(full=True)
+        except pyarrow.ArrowInvalid as damage:
             return DataError(
-                f"{path}: row {before + row + 1:,}{later}: {key} is damaged: {first_line(error)}",
+                f"{path}: row {before + row + 1:,}{later}: damaged: {first_line(damage)}",
                 "text must be valid UTF-8, and the file must be whole",
                 "repair the row, or fetch the file again",
             )
-        (text,) = value.to_pylist()
-        if not isinstance(text, str):
-            return DataError(
-                f"{path}: row {before + row + 1:,}: {key} is {type(text).__name__}, not text",
-                "a document is a string",
-                "name a column of text with --key, or remove the row",
-            )
-    return unreadable(path, ValueError(f"{key} is damaged"))
+    return unreadable(path, error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -15,7 +14,6 @@ from common.errors import DataError, first_line, listed
 BLOCK_BYTES = 1 << 20  # of plain text, or to count lines, read together
 # Characters. Longer plain text becomes several documents, cut at line ends.
 LONGEST_TEXT = 1 << 20
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 # The JSON key or column that holds the text, or a function that makes it from the whole record. The
 # function raises a DataError that does not name the place of the record.
 Key = str | Callable[[dict[str, Any]], str]
@@ -149,12 +147,14 @@ def text_of(record: Any, key: Key) -> str:
             "a document must be a string",
             "repair the line",
         )
-    if LONE_SURROGATE.search(text):
+    try:
+        text.encode()
+    except UnicodeEncodeError:
         raise DataError(
-            f"{key} contains half of a surrogate pair",
+            f"{key} contains half of a surrogate pair",  # valid in JSON, but not in UTF-8
             "tokenizers reject it, because it does not encode a character",
             "repair the line, or leave it out",
-        )
+        ) from None
     return text
 
 

@@ -44,7 +44,6 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".tex")
 TABLE_SUFFIXES = (PARQUET, ".arrow")
 KNOWN = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
 COMPRESSED = (".gz", ".zst")
-OTHER_TYPES = "of other types"
 # Names of splits, also as a part of a file's name: train-00000-of-00002.parquet, c4-train.0.jsonl.
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
@@ -155,7 +154,6 @@ def _files_in(folder: Path) -> list[Path]:
 
     inside: list[Path] = []
     left_out: Counter[str] = Counter()
-    json_files = 0
     repeated: list[Path] = []
     for current, subfolders, names in walk(folder, refuse, repeated.append):
         hidden = {name for name in (*subfolders, *names) if _is_hidden(name)}
@@ -170,9 +168,10 @@ def _files_in(folder: Path) -> list[Path]:
         for path in (current / name for name in names if name not in hidden):
             if not path.is_file():
                 left_out["broken link or device"] += 1
-            elif _is_json(path) or not kind_of(path):
-                left_out[OTHER_TYPES] += 1
-                json_files += _is_json(path)
+            elif _is_json(path):
+                left_out[".json"] += 1
+            elif not kind_of(path):
+                left_out["of other types"] += 1
             elif saved is not None:
                 left_out["not listed in state.json"] += path not in listed
             elif path.name.startswith("cache-") and _has_suffix(path, ".arrow"):
@@ -180,27 +179,18 @@ def _files_in(folder: Path) -> list[Path]:
             else:
                 inside.append(path)
     left_out["folder linked again"] = len(repeated)
+    reasons = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items() if count)
+    others = f"; left out: {reasons}" if reasons else ""
     if not inside:
         suffixes = ", ".join(suffix for suffix in KNOWN if suffix != ".json")
-        why = f"no file in it ends in {suffixes} (or .gz, .zst)"
-        if reasons := _counts(left_out):
-            why += f"; left out: {reasons}"
         do = "name files or another folder"
-        if json_files:
+        if left_out[".json"]:
             do = "name its .json files themselves if they are JSON lines"
+        why = f"no file in it ends in {suffixes} (or .gz, .zst){others}"
         raise ConfigError(f"{folder}: nothing to read", why, do)
     _refuse_splits(folder, inside)
-    others = left_out.pop(OTHER_TYPES, 0)
-    line = f"{folder}: {len(inside):,} files to read, {others:,} of other types left out"
-    if reasons := _counts(left_out):
-        line += f", and also {reasons}"
-    say(line)
+    say(f"{folder}: {len(inside):,} files to read{others}")
     return sorted(inside)
-
-
-def _counts(left_out: Counter[str]) -> str:
-    """Return the reasons for leaving entries out, with their numbers, such as "hidden: 3"."""
-    return ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items() if count)
 
 
 def _is_hidden(name: str) -> bool:

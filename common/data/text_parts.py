@@ -10,7 +10,6 @@ reads the inputs.
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import shutil
@@ -390,26 +389,13 @@ def _require_documents(paths: list[Path], splits: list[str]) -> None:
 def _empty_split(split: str, documents: int, fractions: np.ndarray) -> DataError:
     if not documents:
         return no_documents()
-    lowest = float(fractions.min())
-    highest = float(fractions.max())
+    lowest = fractions.min()
+    highest = fractions.max()
     do = "split the text into more files or lines, or add documents"
-    if split == "validation":
-        why = f"documents are drawn at random by their hash, and the lowest draw is {lowest:.4f}"
-        enough = _two_digits(lowest, math.ceil)
-        fits = f"{enough:g} or more"
-    else:
-        why = f"documents are drawn at random by their hash, and the highest draw is {highest:.4f}"
-        enough = _two_digits(highest, math.floor)
-        fits = f"{enough:g} or less"
-    if lowest < enough <= highest:  # as in split_of: at least one document on either side
-        do = f"set --validation-fraction to {fits}, or {do}"
+    if lowest < highest:
+        do = f"set --validation-fraction between {lowest:.4g} and {highest:.4g}, or {do}"
+    why = "documents are drawn at random by their hash"
     return DataError(f"no document for {split} among {documents:,}", why, do)
-
-
-def _two_digits(number: float, rounded: Callable[[float], int]) -> float:
-    """Round a number between 0 and 1 to two significant digits with math.ceil or math.floor."""
-    scale = 10 ** (1 - math.floor(math.log10(number)))
-    return rounded(number * scale) / scale
 
 
 def _documents_of(path: Path, split: str, work: Work) -> Iterator[np.ndarray]:

@@ -21,8 +21,8 @@ from common.errors import StorageError, write_text
 from common.gpu_kinds import GIB
 from common.html import page
 from common.html.page import Block, Section
+from common.measure import report
 from common.measure.files import write_json
-from common.measure.report import date, date_and_time
 from common.paths import ROOT
 from common.sharding.processes import Processes
 from common.training.assembly import Assembly
@@ -268,7 +268,7 @@ def write(folder: Path, history: History, profile: dict) -> str:
     """
     write_json(folder / SUMMARY, profile)
     config = f"{profile['benchmark']} {profile['config']}"
-    title = f"memory · {config} · {profile['device']} · {date(profile)}"
+    title = f"memory · {config} · {profile['device']} · {report.date(profile)}"
     write_text(folder / PAGE, page.render(title, _page_sections(history, profile)))
     return _terminal_table(profile)
 
@@ -278,7 +278,7 @@ def _page_sections(history: History, profile: dict) -> list[Section]:
     heads = ("allocated in", "held by", "GiB", "number")
     return [
         ("Headline", [{"tiles": _tiles(profile)}]),
-        ("Machine and software", [page.table((), _run_facts(profile))]),
+        ("Machine and software", [page.table((), report.profile_facts(profile).rows)]),
         (
             "At the peak",
             [
@@ -320,28 +320,13 @@ def _tiles(profile: dict) -> list[tuple[str, str]]:
     ]
 
 
-def _run_facts(profile: dict) -> list[tuple[str, str]]:
-    return [
-        ("Date", date_and_time(profile)),
-        ("Command", profile["command"]),
-        ("Machine", profile["device"]),
-        ("Benchmark", f"{profile['benchmark']}, {profile['layers']} layers"),
-        ("Config", f"{profile['config']}, {profile['precision']}"),
-        ("Recorded", f"{profile['steps']} steps of rank 0 of {profile['world_size']}"),
-        ("Commit", profile["commit"]),
-        ("torch", profile["torch"]),
-    ]
-
-
 def _heading(profile: dict) -> tuple[str, str]:
     """Return two lines: what was profiled, and the peak."""
-    what = f"MEMORY {profile['benchmark']} {profile['config']} {profile['precision']}"
-    ranks = f"{profile['layers']} layers, rank 0 of {profile['world_size']} on {profile['device']}"
     peak = profile["peak"] / GIB
     counted = profile["peak_by_torch"] / GIB
     planned = profile["plan"] / GIB
     return (
-        f"{what}, {ranks}, torch {profile['torch']}, {profile['steps']} steps",
+        f"MEMORY {report.profiled(profile)}",
         f"peak {peak:.2f} GiB of tensors "
         f"({counted:.2f} by torch's counter, which rounds up to blocks); "
         f"plan: {planned:.2f}, in {profile['moment']}",

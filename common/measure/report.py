@@ -74,6 +74,31 @@ def date_and_time(data: dict[str, Any]) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(data["started"]))
 
 
+def profiled(profile: dict[str, Any]) -> str:
+    """Return the line on what a profile describes. `profile`: has the facts of `facts_of`."""
+    return (
+        f"{profile['benchmark']} {profile['config']} {profile['precision']}, "
+        f"{profile['layers']} layers, rank 0 of {profile['world_size']} on {profile['device']}, "
+        f"torch {profile['torch']}, {profile['steps']} steps"
+    )
+
+
+def profile_facts(profile: dict[str, Any]) -> Section:
+    """Return the section about the run of a profile."""
+    rows = (
+        ("Date", date_and_time(profile)),
+        ("Command", profile["command"]),
+        ("Machine", profile["device"]),
+        ("Benchmark", f"{profile['benchmark']}, {profile['layers']} layers"),
+        ("Config", f"{profile['config']}, {profile['precision']}"),
+        ("Profiled", f"{profile['steps']} steps of rank 0 of {profile['world_size']}"),
+        ("Tokens per step and rank", f"{profile['tokens_per_step_per_rank']:,}"),
+        ("Commit", profile["commit"]),
+        ("torch", profile["torch"]),
+    )
+    return Section("Machine and software", "", ("", ""), (False, False), rows)
+
+
 def gpu_kind(data: dict[str, Any]) -> str:
     """Return the GPU kind that was measured, "" for a CPU."""
     return data["machine"].get("kind", "")

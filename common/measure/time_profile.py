@@ -152,9 +152,7 @@ def _heading(profile: dict) -> list[str]:
         else "kernels"
     )
     lines = [
-        f"PROFILE {profile['benchmark']} {profile['config']} {profile['precision']}, "
-        f"{profile['layers']} layers, rank 0 of {profile['world_size']} on {profile['device']}, "
-        f"torch {profile['torch']}, {profile['steps']} steps of "
+        f"PROFILE {report.profiled(profile)} of "
         f"{profile['tokens_per_step_per_rank']:,} tokens; {what}",
         f"step {profile['window_ms']:.2f} ms in the trace, {profile['clock_ms']:.2f} by the clock "
         f"({over_clock:+.2%}), {profile['bench_ms']:.2f} without profiler ({compared})",
@@ -210,7 +208,7 @@ def sections(profile: dict) -> list[Section]:
             bars += [(row["name"], row[key], kind) for key, kind in kinds.items()]
     chart = page.bars("Where a step's time went · ms per step", bars)
     numbers = (False, *(True for _ in COLUMNS))
-    made = [_headline(profile), _run_facts(profile)]
+    made = [_headline(profile), report.profile_facts(profile)]
     for part, name in PARTS.items():
         rows = tuple(_cells(profile[part]))
         if not rows:
@@ -232,19 +230,3 @@ def _headline(profile: dict) -> Section:
         ("Idle", f"{classes[IDLE]['share']:.1%}"),
     )
     return Section("Headline", "", ("", ""), (False, False), tiles, tiles=True)
-
-
-def _run_facts(profile: dict) -> Section:
-    ranks = f"rank 0 of {profile['world_size']}"
-    rows = (
-        ("Date", report.date_and_time(profile)),
-        ("Command", profile["command"]),
-        ("Machine", profile["device"]),
-        ("Benchmark", f"{profile['benchmark']}, {profile['layers']} layers"),
-        ("Config", f"{profile['config']}, {profile['precision']}"),
-        ("Profiled", f"{profile['steps']} steps of {ranks}"),
-        ("Tokens per step and rank", f"{profile['tokens_per_step_per_rank']:,}"),
-        ("Commit", profile["commit"]),
-        ("torch", profile["torch"]),
-    )
-    return Section("Machine and software", "", ("", ""), (False, False), rows)

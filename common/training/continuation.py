@@ -28,6 +28,11 @@ CHECKPOINTS_FOLDER = "checkpoints"
 STOP_REQUEST = "ranks/save_and_stop"
 FACTS = "facts.json"
 PARTIAL_SUFFIX = ".partial"
+# Keys of the records of data and of frozen weights.
+DATA_FILES = "sampled_data_files"
+BASE_FILES = "base_files"
+ENGINES = "engines"  # operation -> name of the engine
+DEVICE = "device"  # type of the device, "cpu" or "cuda"
 FACT_TYPES = {  # the required keys of facts.json
     "benchmark": str,
     "seed": int,
@@ -36,14 +41,12 @@ FACT_TYPES = {  # the required keys of facts.json
     "samples": int,
     "ranks": int,
     "digest": str,
+    DATA_FILES: dict,
+    BASE_FILES: dict,
+    ENGINES: dict,
+    DEVICE: str,
 }
-# Keys of the records of data and of frozen weights, which older checkpoints lack. The digests under
-# the older key data_files cover only the first MiB, so they cannot be compared.
-DATA_FILES = "sampled_data_files"
-BASE_FILES = "base_files"
-ENGINES = "engines"  # operation -> name of the engine, which older checkpoints lack
-DEVICE = "device"  # type of the device, "cpu" or "cuda", which older checkpoints lack too
-# Options of the run, which older checkpoints lack too. A run that continues it has them as well.
+# Options of the run, which checkpoints of 0.2.0 lack. A run that continues it has them as well.
 CHECKPOINT = "checkpoint"  # --checkpoint
 SAVE = "save"  # whether --save was given
 # Config keys that may change when a run is continued. All others decide what is computed, or in
@@ -148,8 +151,6 @@ def _defect(folder: Path, facts: object) -> str:
     if not isinstance(facts, dict):
         return "it is not a JSON object"
     wrong = [key for key, kind in FACT_TYPES.items() if type(facts.get(key)) is not kind]
-    optional = (DATA_FILES, BASE_FILES, ENGINES)
-    wrong += [key for key in optional if type(facts.get(key, {})) is not dict]
     wrong += [CHECKPOINT] if type(facts.get(CHECKPOINT, "")) is not str else []
     if wrong:
         return f"{', '.join(wrong)} missing, or of the wrong type"
@@ -208,7 +209,7 @@ def require_same(folder: Path, facts: dict, benchmark: str, seed: int, config: R
 
 def require_same_device(folder: Path, facts: dict, device: str) -> None:
     """Raise ConfigError if the checkpoint is of another type of `device`, "cpu" or "cuda"."""
-    before = facts.get(DEVICE, device)
+    before = facts[DEVICE]
     if before != device:
         raise ConfigError(
             f"{folder} cannot be continued with --device {device}",

@@ -18,6 +18,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,7 @@ def record_properties(report: RankReport, device: str) -> torch.device:
 def workloads(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], Work]]:
     """Return name -> function that allocates operands and returns the work to time.
 
-    Operands are random, since zeros draw less power and run faster. The speed of a collective is
-    its bus bandwidth as NCCL's tests define it: what each link carries, for any number of ranks.
+    Operands are random, since zeros draw less power and run faster.
     """
     n, copy_bytes, collective_bytes = SIZES[place.type]
     one = torch.ones((), device=place)
@@ -161,22 +161,25 @@ def workloads(place: torch.device, fp8: torch.dtype) -> dict[str, Callable[[], W
         target = torch.empty_like(source)
         return lambda: target.copy_(source), 2 * copy_bytes / 1e12  # read and written
 
-    def all_reduce() -> Work:
+    collectives = (partial(collective, name, collective_bytes, place) for name in COLLECTIVES)
+    return dict(zip(UNITS, (bf16_gemm, fp8_gemm, copy, *collectives), strict=True))
+
+
+def collective(name: str, size: int, place: torch.device) -> Work:
+    """Return a call of a collective on random bf16 values, and its GB as NCCL's tests count them.
+
+    `name`: "all-reduce" or "all-gather". `size`: bytes of the tensor that is reduced, or of the
+    result that is gathered. The GB are those that each link carries, for any number of ranks: they
+    give the bus bandwidth.
+    """
+    ranks = dist.get_world_size()
+    whole = torch.randn(size // 2 // ranks * ranks, device=place, dtype=torch.bfloat16)
+    gigabytes = (ranks - 1) / ranks * whole.nbytes / 1e9
+    if name == "all-reduce":
         # MAX, since sums would overflow after a hundred repetitions.
-        tensor = random(collective_bytes // 2)
-        ranks = dist.get_world_size()
-        gigabytes = 2 * (ranks - 1) / ranks * tensor.nbytes / 1e9
-        return lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX), gigabytes
-
-    def all_gather() -> Work:
-        ranks = dist.get_world_size()
-        part = random(collective_bytes // 2 // ranks)
-        gathered = part.new_empty(part.numel() * ranks)
-        gigabytes = (ranks - 1) * part.nbytes / 1e9
-        return lambda: dist.all_gather_into_tensor(gathered, part), gigabytes
-
-    functions = (bf16_gemm, fp8_gemm, copy, all_reduce, all_gather)
-    return dict(zip(UNITS, functions, strict=True))
+        return lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX), 2 * gigabytes
+    part = whole[: len(whole) // ranks].clone()
+    return lambda: dist.all_gather_into_tensor(whole, part), gigabytes
 
 
 def median_s(

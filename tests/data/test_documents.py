@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import tracemalloc
+from operator import itemgetter
 
 import pyarrow
 import pytest
@@ -109,12 +110,13 @@ FILES = ["a.parquet", "stream.arrow", "file.arrow"]
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["string", "large", "dictionary"])
-def test_bytes_that_are_no_utf8_name_their_row(kind, name, tmp_path):
+@pytest.mark.parametrize("key", ["text", itemgetter("text")], ids=["column", "record"])
+def test_bytes_that_are_no_utf8_name_their_row(key, kind, name, tmp_path):
     array = arrays([b"good %d" % number for number in range(12)] + [b"ok \xff bad", b"good"])[kind]
     path = tmp_path / name
     write(path, array, row_group_size=5)
     with pytest.raises(DataError) as caught:
-        read(path)
+        read(path, key)
     place = "row 1 or later" if kind == "dictionary" else "row 13:"  # all use the dictionary
     assert str(path) in caught.value.what and place in caught.value.what
 
@@ -152,6 +154,11 @@ def test_columns_beside_the_text_are_not_read(tmp_path):
     assert read(path) == [["a", "b"]] and read(path, "a.b") == [["c", "d"]]
     with pytest.raises(DataError, match="no column missing"):
         read(path, "missing")
+    twice = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    parquet.write_table(twice, path)
+    for key, words in (("text", "several columns"), (itemgetter("text"), "duplicate")):
+        with pytest.raises(DataError, match=words):
+            read(path, key)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.jsonl.gz", "a.txt.zst", *FILES])

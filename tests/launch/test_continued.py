@@ -20,6 +20,8 @@ from common.training.continuation import (
     BASE_FILES,
     CHECKPOINTS_FOLDER,
     DATA_FILES,
+    DEVICE,
+    ENGINES,
     FACTS,
     base_record,
     data_record,
@@ -60,6 +62,10 @@ def before(tmp_path):
         "samples": 192,
         "ranks": 1,
         "digest": "x",
+        DATA_FILES: {},
+        BASE_FILES: {},
+        ENGINES: {},
+        DEVICE: "cpu",
     }
     (folder / FACTS).write_text(json.dumps(facts))
     (folder / "rank_0.safetensors").touch()
@@ -313,24 +319,8 @@ def test_other_data_are_refused(before, tmp_path, path, split):
         ensure_data(job)
 
 
-def test_a_checkpoint_without_a_record_of_its_data_continues_with_a_note(before, tmp_path, capsys):
-    ensure_data(continuing(OPEN, tmp_path, before))
-    assert "not compared" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_a_version_that_hashed_the_first_mib_continues_with_a_note(
-    before, tmp_path, capsys
-):
-    job = continuing(OPEN, tmp_path, before)
-    facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
-    record = {name: [1, "a digest of other bytes"] for name in job.rules.data_files}
-    facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | {"data_files": record}))
-    ensure_data(replace(job, continues=newest(before)))
-    assert "not compared" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("key", [DATA_FILES, BASE_FILES])
-def test_a_damaged_record_of_the_files_is_refused(before, key):
+@pytest.mark.parametrize("key", [DATA_FILES, BASE_FILES, ENGINES, DEVICE])
+def test_a_damaged_fact_is_refused(before, key):
     facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
     facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | {key: []}))
     with pytest.raises(WeightsError) as caught:
@@ -345,16 +335,13 @@ LORA_70B = ROOT / "configs/llama2_70b_lora/H200_1x8.toml"
 CONTINUE_8B = ROOT / "open_llama/examples/continue_8b.toml"
 
 
-def job_with_weights(path: Path, folder: Path, before: Path, recorded: bool = True):
-    """Return a job that starts from weights in `folder`/base and continues the run `before`.
-
-    `recorded`: whether the checkpoint records the weights.
-    """
+def job_with_weights(path: Path, folder: Path, before: Path):
+    """Return a job that starts from weights in `folder`/base and continues the run `before`."""
     base = folder / "base"
     base.mkdir()
     for number in (1, 2):
         (base / f"model-{number}.safetensors").write_bytes(bytes(4 << 20))
-    record = {DATA_FILES: {}} | ({BASE_FILES: base_record(base)} if recorded else {})
+    record = {BASE_FILES: base_record(base)}
     facts_file = before / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
     facts_file.write_text(json.dumps(json.loads(facts_file.read_text()) | record))
     if path == LORA_70B:
@@ -389,11 +376,6 @@ def test_weights_that_train_are_not_compared(before, tmp_path, capsys):
     (tmp_path / "base/model-1.safetensors").write_bytes(b"")
     ensure_data(job)
     assert not capsys.readouterr().err
-
-
-def test_a_checkpoint_without_a_record_of_its_base_continues_with_a_note(before, tmp_path, capsys):
-    ensure_data(job_with_weights(LORA_8B, tmp_path, before, recorded=False))
-    assert "base" in capsys.readouterr().err
 
 
 # --continue auto

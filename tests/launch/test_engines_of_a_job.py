@@ -200,8 +200,6 @@ def test_a_continued_run_keeps_the_engines_of_its_checkpoint(monkeypatch, tmp_pa
     assert job_from("llama31_8b", given).engines.names == names
     monkeypatch.setenv("ATTENTION_ENGINE", "repeated_heads")
     assert job_from("llama31_8b", given).engines.names["attention"] == "repeated_heads"
-    facts.clear()  # as an earlier version wrote them
-    assert job_from("llama31_8b", given).engines.names["products"] == "cublaslt"
 
 
 def test_the_runs_of_a_series_have_equal_variables(job, monkeypatch):

@@ -628,5 +628,5 @@ def test_a_lock_on_a_removed_file_does_not_count(tmp_path, monkeypatch):
 
     monkeypatch.setattr(preparation.fcntl, "flock", flock)
     with preparation.locked(path):
-        assert os.fstat(locks[-1].fileno()).st_ino == path.stat().st_ino
+        assert os.fstat(locks[-1]).st_ino == path.stat().st_ino
     assert len(locks) == 2

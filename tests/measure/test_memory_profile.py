@@ -186,7 +186,8 @@ FACTS = {
     "device": "NVIDIA H200",
 }
 FACTS |= {"started": 1.7e9, "command": "./run_and_time.sh x profile --memory", "commit": "abc"}
-FACTS |= {"torch": "2.11", "steps": 2, "plan": 230 * MIB, "moment": "the head's backward"}
+FACTS |= {"torch": "2.11", "steps": 2, "tokens_per_step_per_rank": 1000}
+FACTS |= {"plan": 230 * MIB, "moment": "the head's backward"}
 
 
 def test_files_and_table_say_the_same(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from common.paths import ROOT
 
 PROGRAMS = [
-    "throughput/kernels.py",
+    "tests/gpu/studies/kernel_bandwidth.py",
     pytest.param("tests/gpu/studies/convergence.py", marks=pytest.mark.slow),
     pytest.param("tests/gpu/studies/lora_convergence.py", marks=pytest.mark.slow),
 ]

@@ -17,6 +17,7 @@ from common.measure import report
 from common.measure.files import write_json
 from common.sharding.processes import start_processes
 from common.sharding.reduce_scatter import Shard
+from launch.preflight.measure import collective
 from throughput import gpt_model, scaling, scaling_rank
 from throughput.__main__ import main
 from throughput.gpt_sizes import SIZES, STAND_INS, GptShape, Size
@@ -251,11 +252,12 @@ def test_a_missing_row_says_why(result, error, expected):
     assert result.rows[0]["error"] == expected and result.rows[0]["gpus"] == 2
 
 
-def test_bus_bandwidth_is_what_nccls_tests_compute(result):
-    calls = [
-        {"name": name, "bytes": 8 * 10**6, "times_ms": [2.0]}
-        for name in ("all-reduce", "all-gather")
-    ]
+def test_bus_bandwidth_is_what_nccls_tests_compute(result, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    calls = []
+    for name in ("all-reduce", "all-gather"):
+        _, bus_gb = collective(name, 8 * 10**6, torch.device("cpu"))
+        calls.append({"name": name, "bytes": 8 * 10**6, "bus_gb": bus_gb, "times_ms": [2.0]})
     scaling.add_collectives(4, calls, result)
     reduce, gather = result.rows
     assert reduce["algorithm_gb_per_s"] == gather["algorithm_gb_per_s"] == pytest.approx(4.0)
@@ -267,7 +269,10 @@ def test_bus_bandwidth_is_what_nccls_tests_compute(result):
 def test_sizes_are_drawn_on_a_logarithmic_axis_and_numbers_of_gpus_are_not(result):
     scaling.add_collectives(
         2,
-        [{"name": "all-reduce", "bytes": 4**k << 20, "times_ms": [1.0]} for k in range(6)],
+        [
+            {"name": "all-reduce", "bytes": 4**k << 20, "bus_gb": 1.0, "times_ms": [1.0]}
+            for k in range(6)
+        ],
         result,
     )
     rows_of(result, {gpus: found_in(100.0) for gpus in (1, 2, 4, 8)})

@@ -1,6 +1,6 @@
 """Time each kernel at the benchmarks' shapes, and compare its bandwidth with a copy's.
 
-    python -m throughput.kernels [--only NAME]
+    PYTHONPATH=. python3 tests/gpu/studies/kernel_bandwidth.py [--only NAME]
 
 Prints microseconds, the bandwidth (bytes that the kernel must move, per second), and its share of
 the bandwidth of a copy on the same GPU. Needs a GPU. The data is random, because the power of a GPU
