@@ -208,8 +208,17 @@ class Interrupted(RunError):
 def failure_of(error: BaseException) -> RunError | None:
     """Return the RunError that explains an exception, or None if none is known.
 
-    Explained are links that lead to themselves, missing memory, and failures of the disk.
+    Explained are links that lead to themselves, missing memory, and failures of the disk. An error
+    of an input that was raised while one of the disk was handled, and not `from None`, is the
+    disk's.
     """
+    if isinstance(error, ConfigError | DataError | WeightsError):
+        cause = error.__cause__
+        if not error.__suppress_context__:
+            cause = error.__context__
+        if isinstance(cause, OSError) and cause.errno in DISK_ERRNOS:
+            reason = f": {cause.strerror}"
+            return _disk_error(error.what.removesuffix(reason) + reason)
     if isinstance(error, RunError):
         return error
     number = getattr(error, "errno", None)
@@ -233,12 +242,16 @@ def failure_of(error: BaseException) -> RunError | None:
             "and the container's limits of memory and processes",
         )
     if isinstance(error, OSError) and number in DISK_ERRNOS:
-        return StorageError(
-            f"{error.filename or 'a file'}: {error.strerror}",
-            "the disk is full, read-only or failing",
-            "free space, or check the mount and the kernel log; then start again",
-        )
+        return _disk_error(f"{error.filename or 'a file'}: {error.strerror}")
     return None
+
+
+def _disk_error(what: str) -> StorageError:
+    return StorageError(
+        what,
+        "the disk is full, read-only or failing",
+        "free space, or check the mount and the kernel log; then start again",
+    )
 
 
 def with_reserve(run_dir: Path, write: Callable[[], object]) -> None:

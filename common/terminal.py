@@ -272,7 +272,7 @@ class Rate:
         rate = self.per_second
         if rate:
             if self.unit == "B":
-                parts.append(f"{rate / 1e6:,.0f} MB/s")
+                parts.append(f"{data_size(rate)}/s")
             elif self.unit != "s":  # seconds per second mean nothing
                 parts.append(f"{rate:,.1f} {self.unit}/s")
             parts.append(f"{duration((self.total - done) / rate)} left")
@@ -280,7 +280,7 @@ class Rate:
 
     def _amount(self, done: float) -> str:
         if self.unit == "B":
-            return f"{done / 1e9:,.2f} of {self.total / 1e9:,.2f} GB"
+            return f"{data_size(done)} of {data_size(self.total)}"
         return f"{done:,.0f} of {self.total:,.0f} {self.unit}"
 
 

@@ -116,14 +116,18 @@ def _first_silent_rank(records: dict[int, dict], exits: dict[int, dict]) -> int 
     return min(silent, key=victims_last, default=None)
 
 
+def ended_normally(run_dir: Path) -> bool:
+    """Return whether rank 0, which writes all files of a run, wrote its last one."""
+    return _read_json(run_dir / "ranks" / "rank_0.json", {}).get("outcome") == "done"
+
+
 def after_the_run(failure: RunError, run_dir: Path) -> RunError:
     """Return `failure` of the processes as a late error, after a run whose result stands.
 
-    Rank 0 writes all files. If it did not end normally, a file is missing or incomplete, such as
-    the model of --save. The error is then a StorageError.
+    If rank 0 did not end normally, a file is missing or incomplete, such as the model of --save.
+    The error is then a StorageError.
     """
-    record = _read_json(run_dir / "ranks" / "rank_0.json", {})
-    if record.get("outcome") == "done" or isinstance(failure, Interrupted):
+    if ended_normally(run_dir) or isinstance(failure, Interrupted):
         return failure
     if failure.kind == StorageError.kind:
         return failure

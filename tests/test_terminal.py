@@ -39,7 +39,7 @@ def test_one_bar_with_rate_and_remaining_time(monkeypatch, clock, columns):
         progress.at(2e9)
         [line] = seen.screen()
         assert len(line) <= columns
-        assert all(text in line for text in ("2.00 of 4.00 GB", "67 MB/s", "0m30 left"))
+        assert all(text in line for text in ("2.0 GB of 4.0 GB", "67 MB/s", "0m30 left"))
         print_stderr("note: a message")
         clock[0] += 1
         progress.at(3e9)
@@ -56,6 +56,14 @@ def test_the_rate_is_that_of_the_last_half_minute(clock):
         rate.add(done)
         clock[0] += 0.5
     assert rate.per_second == pytest.approx(2.0) and rate.text().endswith("1m59 left")
+
+
+def test_a_slow_rate_is_not_zero(clock):
+    rate = terminal.Rate(3e6, "B")
+    for done in (0, 3e5):
+        rate.add(done)
+        clock[0] += 10
+    assert rate.text() == "300 kB of 3 MB · 30 kB/s · 1m30 left"
 
 
 def test_lines_in_a_pipe_and_none_if_quiet(monkeypatch, clock):

@@ -49,8 +49,8 @@ class FileFacts:
                 return "" if found == self.sample else "its content was changed"
             if self.sha256 and sha256_of(path, on_read) != self.sha256:
                 return "its SHA-256 differs"
-        except OSError as error:
-            return f"it cannot be read: {error.strerror}"
+        except FileNotFoundError:
+            return "it is missing"
         return ""
 
 
