@@ -9,10 +9,12 @@ module before torch.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -242,8 +244,20 @@ def failure_of(error: BaseException) -> RunError | None:
             "and the container's limits of memory and processes",
         )
     if isinstance(error, OSError) and number in DISK_ERRNOS:
-        return _disk_error(f"{error.filename or 'a file'}: {error.strerror}")
+        return _disk_error(f"{file_of(error) or 'a file'}: {error.strerror}")
     return None
+
+
+def file_of(error: OSError) -> str:
+    """Return the file that an error names or, as a read or write names none, the open one."""
+    if error.filename:
+        return str(error.filename)
+    name = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str):
+                name = value.name
+    return name
 
 
 def _disk_error(what: str) -> StorageError:

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.atomic_write import naming
 from common.errors import ConfigError, failure_of
 from common.records.json_lines import is_number
 
@@ -143,7 +142,7 @@ def events(path: Path) -> Iterator[Event | BadLine]:
             f"{path} is not a regular file", "a pipe or a device may never end", NAME_LOGS
         )
     try:
-        with naming(path), path.open("rb") as binary:
+        with path.open("rb") as binary:
             head = binary.read(HEAD_BYTES)
     except OSError as error:
         why = error.strerror or str(error)
@@ -164,7 +163,7 @@ def events(path: Path) -> Iterator[Event | BadLine]:
     returns = 0
     # latin-1, as in the official parser: every byte is a valid character. newline="" splits lines
     # at CR, LF and CRLF, and keeps these characters.
-    with naming(path), path.open(encoding="latin-1", newline="") as file:
+    with path.open(encoding="latin-1", newline="") as file:
         for text in file:
             if TOKEN in text:
                 yield parse((line_feeds or returns) + 1, text)
