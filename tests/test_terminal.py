@@ -22,8 +22,8 @@ def clock(monkeypatch):
 
 def on_a_terminal(monkeypatch, columns: int) -> PseudoTerminal:
     made = PseudoTerminal(columns)
-    monkeypatch.setattr(sys, "stdout", made.stream)
-    monkeypatch.setattr(sys, "stderr", made.stream)
+    monkeypatch.setattr(sys, "stdout", terminal.guarded(made.stream))
+    monkeypatch.setattr(sys, "stderr", terminal.guarded(made.stream, drops=True))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     return made
@@ -44,6 +44,9 @@ def test_one_bar_with_rate_and_remaining_time(monkeypatch, clock, columns):
         clock[0] += 1
         progress.at(3e9)
         assert seen.screen()[0] == "note: a message" and len(seen.screen()) == 2
+        clock[0] += 1
+        progress.at(3e9, title="evil \x1b[2J name")
+        assert "evil \N{REPLACEMENT CHARACTER}[2J name" in seen.screen()[1]
     assert seen.screen() == ["note: a message"], "the bar is gone"
 
 
