@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import ConfigError, failure_of
+from common.errors import ConfigError
 from common.records.json_lines import is_number
 
 TOKEN = ":::MLLOG"
@@ -135,7 +135,7 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
 def events(path: Path) -> Iterator[Event | BadLine]:
     """Yield the records of `path`.
 
-    Raises ConfigError if it cannot be read or is not text, and StorageError if the disk fails.
+    Raises ConfigError if it cannot be read or is not text.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(
@@ -146,8 +146,7 @@ def events(path: Path) -> Iterator[Event | BadLine]:
             head = binary.read(HEAD_BYTES)
     except OSError as error:
         why = error.strerror or str(error)
-        known = failure_of(error)
-        raise known or ConfigError(f"cannot read {path}", why, NAME_LOGS) from None
+        raise ConfigError(f"cannot read {path}", why, NAME_LOGS) from error
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
             raise ConfigError(
