@@ -219,8 +219,8 @@ def failure_of(error: BaseException) -> RunError | None:
         if not error.__suppress_context__:
             cause = error.__context__
         if isinstance(cause, OSError) and cause.errno in DISK_ERRNOS:
-            reason = f": {cause.strerror}"
-            return _disk_error(error.what.removesuffix(reason) + reason)
+            reason = str(cause.strerror)
+            return _disk_error(error.what if reason in error.what else f"{error.what}: {reason}")
     if isinstance(error, RunError):
         return error
     number = getattr(error, "errno", None)
@@ -249,15 +249,15 @@ def failure_of(error: BaseException) -> RunError | None:
 
 
 def file_of(error: OSError) -> str:
-    """Return the file that an error names or, as a read or write names none, the open one."""
+    """Return the file that an error names. A read or write names none, but its caller has it."""
     if error.filename:
         return str(error.filename)
-    name = ""
+    names: list[str] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        for value in frame.f_locals.values():
-            if isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str):
-                name = value.name
-    return name
+        files = [each for each in frame.f_locals.values() if isinstance(each, io.IOBase)]
+        found = [file.name for file in files if isinstance(getattr(file, "name", None), str)]
+        names = found or names
+    return " or ".join(names)
 
 
 def _disk_error(what: str) -> StorageError:

@@ -16,7 +16,7 @@ from common.benchmarks import Rules, rules_of
 from common.command_line import refuse_without
 from common.config import RunConfig
 from common.data.preparation import damage_of, require_as_recorded
-from common.errors import ConfigError, DataError, WeightsError
+from common.errors import ConfigError, DataError, WeightsError, file_of
 from common.machine.hardware import Probe
 from common.machine.host import cpu_count
 from common.paths import ROOT, data_folder, results_folder
@@ -459,7 +459,7 @@ def _missing_data_files(job: Job) -> list[Path]:
                 path.open("rb").close()
     except OSError as error:
         raise DataError(
-            f"{error.filename} cannot be read",
+            f"{file_of(error)} cannot be read",
             error.strerror or str(error),
             "let this user read the files and enter their directories, or set DATADIR",
         ) from error
