@@ -506,6 +506,7 @@ def test_auto_starts_a_new_run_where_there_is_none_to_continue(before, log_dir):
     assert job(checkpoint="600s", continues=AUTO).continues is None, "it reached its target"
     facts = run / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {SAVE: True}))
+    (run / "ranks").mkdir()
     for outcome, continues in (("done", None), ("failed", run)):  # while it saved the model
         write_rank_record(run, 0, outcome)
         saved = job(checkpoint="600s", save=True, continues=AUTO).continues
