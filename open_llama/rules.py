@@ -90,9 +90,8 @@ class Config(RunConfig):
         super().__post_init__()
         # Attention over one token has no gradient.
         for key, least in ("sequence_length", 2), ("eval_samples", 1), ("eval_interval_samples", 1):
-            self.require(
-                getattr(self, key) >= least, key, f"it must be at least {least}", "set more"
-            )
+            why = f"it must be at least {least}"
+            self.require(getattr(self, key) >= least, key, why, "set a larger number")
         self.require_choice("schedule", SCHEDULES)
         self.require_choice("moment_precision", ("fp32", "bf16"))
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)
