@@ -19,22 +19,20 @@ import numpy as np
 
 from common.atomic_write import copy_whole
 from common.data.indexed_dataset_header import mask_path
-from common.data.indexed_dataset_writer import token_dtype
-from common.data.manifest import FileFacts, Manifest, PairFacts, sha256_of
+from common.data.manifest import Manifest, PairFacts, sha256_of
 from common.data.preparation import (
     Recipe,
     build_once,
     input_states,
     locked,
     require_data_dir,
-    require_same_recipe,
     say,
 )
 from common.data.text_documents import Key
 from common.data.text_inputs import input_files, kind_of
 from common.data.text_parts import SPLITS, Encode, Work, write_token_files
 from common.data.verification import verify
-from common.errors import ConfigError, DataError, StorageError
+from common.errors import ConfigError, StorageError
 from common.terminal import plural
 from open_llama.chat import Rendered, load_template, mask_of, render_record
 from open_llama.text_tokenizer import train_tokenizer
@@ -44,7 +42,6 @@ from open_llama.tokenizer import (
     NAMES,
     RECORD,
     SENTENCEPIECE,
-    TOKENS,
     files_of_tokenizer,
     load_tokenizer,
     tokenizer_file,
@@ -96,7 +93,6 @@ def prepare_text(
         tokenizer = place_tokenizer(files, data_dir, settings, vocab_size)
     settings = replace(settings, tokenizer=str(tokenizer))
     about = identity(states, settings, vocab_size)
-    _complete_record(data_dir, about)
     loaded = load_tokenizer(tokenizer, settings.eos)
     chat = settings.key is None
     key: Key = partial(render_record, tokenizer=tokenizer) if settings.key is None else settings.key
@@ -176,57 +172,12 @@ def _chat_encoder(path: Path, eos: str) -> Encode:
 def verify_text(data_dir: Path, full: bool) -> None:
     """Compare the token files in `data_dir` with their record.
 
-    A record of an earlier version, which has no facts of the files, gets them.
-
     `full`: also check every id and the SHA-256 of every file.
 
     Raises DataError if anything differs.
     """
     require_data_dir(data_dir)
-    manifest = Manifest.read(data_dir / RECORD)
-    if manifest.files:
-        verify(data_dir, manifest, data_dir / RECORD, full)
-    else:
-        record_facts(data_dir, manifest)
-
-
-def record_facts(data_dir: Path, manifest: Manifest) -> None:
-    """Add the facts of the token files to `manifest`, the record of an earlier version.
-
-    Reads every byte. Raises DataError if the token files are damaged, or the tokenizer is missing.
-    """
-    with locked(data_dir / f".{RECORD}.lock"):
-        loaded = load_tokenizer(data_dir, manifest.about.get("eos", ""))
-        unknown = Manifest(
-            SOURCE,
-            loaded.vocab_size,
-            dict.fromkeys(TOKEN_FILES, FileFacts()),
-            dict.fromkeys(SPLITS, PairFacts(token_dtype(loaded.vocab_size).name)),
-            manifest.about | loaded.token_ids,
-        )
-        verify(data_dir, unknown, data_dir / RECORD, full=True).write(data_dir / RECORD)
-    say(f"{data_dir / RECORD}: added sizes and SHA-256 as found; an earlier version wrote none")
-
-
-def _complete_record(data_dir: Path, about: dict[str, Any]) -> None:
-    """Add the facts of the files to the record of an earlier version.
-
-    `about`: the inputs and options. Raises StorageError if the record has others, or is none.
-    """
-    path = data_dir / RECORD
-    if not path.exists():
-        return
-    try:
-        manifest = Manifest.read(path)
-    except DataError as error:
-        what = f"{path} exists and is not a record of a preparation"
-        do = "name another --data-dir"
-        raise StorageError(what, "nothing is overwritten", do) from error
-    if not manifest.files:
-        # The ids follow from the tokenizer and the options, and older versions did not write them.
-        found = {key: value for key, value in manifest.about.items() if key not in TOKENS}
-        require_same_recipe(path, found, about)
-        record_facts(data_dir, manifest)
+    verify(data_dir, Manifest.read(data_dir / RECORD), data_dir / RECORD, full)
 
 
 def place_tokenizer(files: list[Path], data_dir: Path, settings: Settings, vocab_size: int) -> Path:

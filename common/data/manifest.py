@@ -76,10 +76,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read a manifest. Raises DataError if `path` does not exist or is not a manifest.
-
-        A record that an earlier version of `prepare text` wrote lists no files.
-        """
+        """Read a manifest. Raises DataError if `path` does not exist or is not a manifest."""
         if path.exists() and not path.is_file() and not path.is_dir():
             raise DataError(
                 f"{path} is not a regular file",
@@ -88,8 +85,6 @@ class Manifest:
             )
         try:
             table = json.loads(Path(path).read_text())
-            if "inputs" in table and "files" not in table:
-                return cls("", 0, about=table)
             files = {name: FileFacts(**facts) for name, facts in table.pop("files").items()}
             pairs = {name: PairFacts(**facts) for name, facts in table.pop("pairs").items()}
             return cls(table.pop("source"), table.pop("vocab_size"), files, pairs, table)

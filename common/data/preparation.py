@@ -245,18 +245,11 @@ def require_as_recorded(path: Path, files: Collection[Path], vocab_size: int, pr
         their SHA-256 or, if they are large, the SHA-256 of a sample.
     `vocab_size`: the model's vocabulary; larger ids do not fit.
     `prepare`: the user's command that prepares the data, for the messages.
-
-    A manifest without facts of its files is accepted with a note.
     """
     if not path.is_file():
         return
     manifest = Manifest.read(path)
     verify = f"{prepare} verify --data-dir {path.parent}"
-    if not manifest.files:
-        say(
-            f"NOTE       {path} has no checksums, so the data are not compared with it;"
-            f" {verify} adds them"
-        )
     for name, facts in manifest.files.items():
         file = path.parent / name
         difference = facts.difference(file, whole=False) if file in files else ""

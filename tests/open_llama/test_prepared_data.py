@@ -19,10 +19,8 @@ from common.errors import DataError, StorageError
 from common.paths import ROOT
 from launch.job import ensure_data
 from open_llama.prepare import main
-from open_llama.tokenizer import TOKENS
 
 TEXTS = [f"Document {number} has {number * 37 % 101} words.\nIt ends." for number in range(300)]
-FACTS = ("source", "vocab_size", "files", "pairs", *TOKENS)
 PIECES = 300
 
 
@@ -206,39 +204,16 @@ def test_damaged_files_are_not_called_complete(inputs, prepared, capsys, name, d
     assert content_of(prepared) == before, "nothing is overwritten"
 
 
-def make_old(out: Path) -> dict:
-    """Turn the record into that of an earlier version, and return it."""
-    record = json.loads((out / "text.json").read_text())
-    old = {key: value for key, value in record.items() if key not in FACTS}
-    (out / "text.json").write_text(json.dumps(old))
-    return record
-
-
 @pytest.mark.parametrize("command", ["text", "verify"])
-def test_a_record_of_an_earlier_version_gets_the_facts(inputs, prepared, command):
-    record = make_old(prepared)
-    if command == "text":
-        assert prepare(inputs, prepared, "--eos", "<s>") == StorageError.exit_code
-        assert "files" not in json.loads((prepared / "text.json").read_text())
-    before = content_of(prepared)
-    options = ["verify", "--data-dir", str(prepared)]
-    assert (prepare(inputs, prepared) if command == "text" else main(options)) == 0
-    assert json.loads((prepared / "text.json").read_text()) == record
-    del before["text.json"]
-    assert before.items() <= content_of(prepared).items()
-    assert prepare(inputs, prepared) == 0
-
-
-@pytest.mark.parametrize("command", ["text", "verify"])
-def test_damage_is_not_recorded_for_an_earlier_version(inputs, prepared, capsys, command):
-    make_old(prepared)
-    os.truncate(prepared / "train.bin", 100)
+def test_a_record_without_the_facts_is_refused(inputs, prepared, capsys, command):
+    record = json.loads((prepared / "text.json").read_text())
+    del record["files"]
+    (prepared / "text.json").write_text(json.dumps(record))
     before = content_of(prepared)
     options = ["verify", "--data-dir", str(prepared)]
     code = prepare(inputs, prepared) if command == "text" else main(options)
-    assert code == DataError.exit_code
-    assert "train.bin" in capsys.readouterr().err
-    assert before.items() <= content_of(prepared).items()
+    assert code == DataError.exit_code and "text.json" in capsys.readouterr().err
+    assert before.items() <= content_of(prepared).items(), "nothing is overwritten"
 
 
 def test_verify_of_a_folder_without_a_record_names_it(tmp_path, capsys):
@@ -300,9 +275,9 @@ def job_with_record(folder: Path, record: dict):
     return job
 
 
-def test_a_run_accepts_a_record_of_an_earlier_version_with_a_note(tmp_path, capfd):
-    ensure_data(job_with_record(tmp_path, {"inputs": []}))
-    assert "NOTE" in (said := capfd.readouterr().err) and "prepare verify" in said
+def test_a_run_refuses_a_record_without_the_facts(tmp_path):
+    with pytest.raises(DataError, match=r"text\.json"):
+        ensure_data(job_with_record(tmp_path, {"inputs": []}))
 
 
 def test_a_run_compares_only_the_files_that_it_reads(tmp_path):
