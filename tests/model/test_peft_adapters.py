@@ -28,7 +28,7 @@ alora_invocation_tokens alpha_pattern arrow_config corda_config ensure_weight_ty
 exclude_modules kasa_config layer_replication loftq_config lora_bias lora_ga_config megatron_config
 megatron_core monteclora_config peft_version qalora_group_size rank_pattern target_parameters
 trainable_token_indices use_bdlora use_dora use_qalora use_rslora velora_config
-""".split()
+""".split()  # noqa: SIM905
 # Options of LoraConfig, then changes of adapter_config.json after saving: None removes a key.
 EQUAL = {
     "as peft saves it": ({}, {}),
