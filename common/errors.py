@@ -12,6 +12,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import time
 import traceback
@@ -218,8 +219,7 @@ def failure_of(error: BaseException) -> RunError | None:
         cause = error.__cause__
         if not error.__suppress_context__:
             cause = error.__context__
-        if isinstance(cause, OSError) and cause.errno in DISK_ERRNOS:
-            reason = str(cause.strerror)
+        if reason := disk_reason(cause):
             return _disk_error(error.what if reason in error.what else f"{error.what}: {reason}")
     if isinstance(error, RunError):
         return error
@@ -243,9 +243,19 @@ def failure_of(error: BaseException) -> RunError | None:
             "end other programs; check ulimit -u and -v, "
             "and the container's limits of memory and processes",
         )
-    if isinstance(error, OSError) and number in DISK_ERRNOS:
-        return _disk_error(f"{file_of(error) or 'a file'}: {error.strerror}")
+    if isinstance(error, OSError) and (reason := disk_reason(error)):
+        return _disk_error(f"{file_of(error) or 'a file'}: {reason}")
     return None
+
+
+def disk_reason(error: BaseException | None) -> str:
+    """Return why a disk failed, or "" if `error` is of something else."""
+    if not isinstance(error, OSError):
+        return ""
+    number = error.errno
+    if match := re.search(r"\(os error (\d+)\)", str(error)):  # of a library in Rust
+        number = int(match[1])
+    return os.strerror(number) if number in DISK_ERRNOS else ""
 
 
 def file_of(error: OSError) -> str:

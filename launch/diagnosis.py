@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import (
-    DISK_ERRNOS,
     Hang,
     Interrupted,
     RankLost,
     RunError,
     StorageError,
     TargetMissed,
+    disk_reason,
     write_record,
 )
 from common.records.run_record import RunRecord
@@ -57,10 +57,7 @@ def read_result(path: Path) -> RunRecord:
 def disk_error(run: RunRecord) -> str:
     """Return why the log of `run` cannot be read, if the disk is the cause, else ""."""
     error = run.unreadable
-    cause = error if isinstance(error, OSError) else error and error.__context__
-    if isinstance(cause, OSError) and cause.errno in DISK_ERRNOS:
-        return cause.strerror or str(cause)
-    return ""
+    return disk_reason(error if isinstance(error, OSError) else error and error.__context__)
 
 
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:

@@ -189,6 +189,7 @@ def test_a_disk_explains_the_error_of_what_was_read_from_it():
         with pytest.raises(WeightsError) as caught:
             read(path)
         assert type(classify(caught.value)) is kind
+    assert type(classify(OSError("Input/output error (os error 5)"))) is StorageError  # of Rust
     with pytest.raises(OSError) as caught:
         Path("/proc/self/mem").read_text()
     assert caught.value.filename is None and "/proc/self/mem" in classify(caught.value).what
