@@ -176,9 +176,11 @@ def load_sentencepiece(path: Path) -> Any:
     """
     import sentencepiece
 
+    model = sentencepiece.SentencePieceProcessor()
     try:
         with open_regular(path) as file:
-            return sentencepiece.SentencePieceProcessor(model_proto=file.read())
+            model.LoadFromSerializedProto(file.read())
+        return model
     except (OSError, RuntimeError, ValueError) as error:
         raise DataError(
             f"{path}: expected a SentencePiece model: {error}",
