@@ -265,8 +265,8 @@ def file_of(error: OSError) -> str:
     names: list[str] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         files = [each for each in frame.f_locals.values() if isinstance(each, io.IOBase)]
-        found = [file.name for file in files if isinstance(getattr(file, "name", None), str)]
-        names = found or names
+        found = [getattr(file, "name", None) for file in files]  # a number without a path
+        names = [name for name in found if isinstance(name, str)] or names
     return " or ".join(names)
 
 
