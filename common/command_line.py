@@ -26,6 +26,7 @@ from common.errors import (
     RunError,
     StorageError,
     failure_of,
+    file_of,
 )
 from common.suggestions import Meaning, meant, nearest, suggestion
 from common.terminal import QUIET, guarded, print_stderr
@@ -112,11 +113,9 @@ def _interruptible() -> Iterator[None]:
 
 
 def _refused_file_operation(error: OSError) -> StorageError:
-    what = str(error.strerror or error)
-    if error.filename:
-        what = f"{error.filename}: {what}"
+    named = filter(None, (file_of(error), str(error.strerror or error)))
     return StorageError(
-        what,
+        ": ".join(named),
         "the operating system refused a file operation",
         "check free space, permissions and the mount",
     )

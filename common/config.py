@@ -18,7 +18,6 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from common.atomic_write import naming
 from common.command_line import PROGRAM
 from common.errors import ConfigError, failure_of
 from common.linear_formats import FORMATS, LinearFormat
@@ -359,8 +358,7 @@ def read_table(path: Path) -> dict:
     StorageError if the disk fails.
     """
     try:
-        with naming(path):
-            return tomllib.loads(path.read_text("utf-8-sig"))
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         raise
     except OSError as error:

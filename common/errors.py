@@ -9,10 +9,13 @@ module before torch.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import re
 import signal
 import time
+import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -208,8 +211,16 @@ class Interrupted(RunError):
 def failure_of(error: BaseException) -> RunError | None:
     """Return the RunError that explains an exception, or None if none is known.
 
-    Explained are links that lead to themselves, missing memory, and failures of the disk.
+    Explained are links that lead to themselves, missing memory, and failures of the disk. An error
+    of an input that was raised while one of the disk was handled, and not `from None`, is the
+    disk's.
     """
+    if isinstance(error, ConfigError | DataError | WeightsError):
+        cause = error.__cause__
+        if not error.__suppress_context__:
+            cause = error.__context__
+        if reason := disk_reason(cause):
+            return _disk_error(error.what if reason in error.what else f"{error.what}: {reason}")
     if isinstance(error, RunError):
         return error
     number = getattr(error, "errno", None)
@@ -232,13 +243,39 @@ def failure_of(error: BaseException) -> RunError | None:
             "end other programs; check ulimit -u and -v, "
             "and the container's limits of memory and processes",
         )
-    if isinstance(error, OSError) and number in DISK_ERRNOS:
-        return StorageError(
-            f"{error.filename or 'a file'}: {error.strerror}",
-            "the disk is full, read-only or failing",
-            "free space, or check the mount and the kernel log; then start again",
-        )
+    if isinstance(error, OSError) and (reason := disk_reason(error)):
+        return _disk_error(f"{file_of(error) or 'a file'}: {reason}")
     return None
+
+
+def disk_reason(error: BaseException | None) -> str:
+    """Return why a disk failed, or "" if `error` is of something else."""
+    if not isinstance(error, OSError):
+        return ""
+    number = error.errno
+    if match := re.search(r"\(os error (\d+)\)", str(error)):  # of a library in Rust
+        number = int(match[1])
+    return os.strerror(number) if number in DISK_ERRNOS else ""
+
+
+def file_of(error: OSError) -> str:
+    """Return the file that an error names. A read or write names none, but its caller has it."""
+    if error.filename:
+        return str(error.filename)
+    names: list[str] = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        files = [each for each in frame.f_locals.values() if isinstance(each, io.IOBase)]
+        found = [getattr(file, "name", None) for file in files]  # a number without a path
+        names = [name for name in found if isinstance(name, str)] or names
+    return " or ".join(names)
+
+
+def _disk_error(what: str) -> StorageError:
+    return StorageError(
+        what,
+        "the disk is full, read-only or failing",
+        "free space, or check the mount and the kernel log; then start again",
+    )
 
 
 def with_reserve(run_dir: Path, write: Callable[[], object]) -> None:

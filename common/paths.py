@@ -43,8 +43,12 @@ def cache_folder(name: str) -> Path:
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading, and raise OSError for a pipe or a device, which may never end."""
     # Without O_NONBLOCK, opening a pipe waits for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return open(descriptor, "rb")
+    return file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -170,8 +170,11 @@ def start_live(transient: bool) -> Live:
     global _live
     from rich.live import Live
 
+    stream: Any = sys.stderr
+    if isinstance(stream, GuardedStream):
+        stream = stream.for_drawing()
     _live = Live(
-        console=console(sys.stderr),
+        console=console(stream),
         auto_refresh=False,  # it would start a thread, and callers fork
         transient=transient,
         redirect_stdout=False,
@@ -272,7 +275,7 @@ class Rate:
         rate = self.per_second
         if rate:
             if self.unit == "B":
-                parts.append(f"{rate / 1e6:,.0f} MB/s")
+                parts.append(f"{data_size(rate)}/s")
             elif self.unit != "s":  # seconds per second mean nothing
                 parts.append(f"{rate:,.1f} {self.unit}/s")
             parts.append(f"{duration((self.total - done) / rate)} left")
@@ -280,7 +283,7 @@ class Rate:
 
     def _amount(self, done: float) -> str:
         if self.unit == "B":
-            return f"{done / 1e9:,.2f} of {self.total / 1e9:,.2f} GB"
+            return f"{data_size(done)} of {data_size(self.total)}"
         return f"{done:,.0f} of {self.total:,.0f} {self.unit}"
 
 
@@ -291,6 +294,7 @@ def progress_row(title: str, rate: Rate, width: int) -> RenderableType:
     from rich.text import Text
 
     done = rate.points[-1][1] if rate.points else 0
+    title = printable(title)
     text = rate.text()
     bar_width = width - len(title) - len(text) - 2
     row = Table.grid(padding=(0, 1, 0, 0))
@@ -363,15 +367,22 @@ class GuardedStream:
     inherit this. What is written is dropped then, or raises BrokenPipeError or StorageError.
     """
 
-    def __init__(self, stream: Any, drops: bool):
+    def __init__(self, stream: Any, drops: bool, filters: bool = True):
         self._stream = stream
         self.drops = drops
+        self.filters = filters
+
+    def for_drawing(self) -> GuardedStream:
+        """Return this stream for a live display, which moves the cursor by control characters."""
+        return GuardedStream(self._stream, self.drops, filters=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        return self._guarded(self._stream.write, printable(text) if self.isatty() else text)
+        if self.filters and self.isatty():
+            text = printable(text)
+        return self._guarded(self._stream.write, text)
 
     def flush(self) -> None:
         self._guarded(self._stream.flush)

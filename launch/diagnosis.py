@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import (
-    DISK_ERRNOS,
     Hang,
     Interrupted,
     RankLost,
     RunError,
     StorageError,
     TargetMissed,
+    disk_reason,
     write_record,
 )
 from common.records.run_record import RunRecord
@@ -57,10 +57,7 @@ def read_result(path: Path) -> RunRecord:
 def disk_error(run: RunRecord) -> str:
     """Return why the log of `run` cannot be read, if the disk is the cause, else ""."""
     error = run.unreadable
-    cause = error if isinstance(error, OSError) else error and error.__context__
-    if isinstance(cause, OSError) and cause.errno in DISK_ERRNOS:
-        return cause.strerror or str(cause)
-    return ""
+    return disk_reason(error if isinstance(error, OSError) else error and error.__context__)
 
 
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:
@@ -116,14 +113,18 @@ def _first_silent_rank(records: dict[int, dict], exits: dict[int, dict]) -> int 
     return min(silent, key=victims_last, default=None)
 
 
+def ended_normally(run_dir: Path) -> bool:
+    """Return whether rank 0, which writes all files of a run, wrote its last one."""
+    return _read_json(run_dir / "ranks" / "rank_0.json", {}).get("outcome") == "done"
+
+
 def after_the_run(failure: RunError, run_dir: Path) -> RunError:
     """Return `failure` of the processes as a late error, after a run whose result stands.
 
-    Rank 0 writes all files. If it did not end normally, a file is missing or incomplete, such as
-    the model of --save. The error is then a StorageError.
+    If rank 0 did not end normally, a file is missing or incomplete, such as the model of --save.
+    The error is then a StorageError.
     """
-    record = _read_json(run_dir / "ranks" / "rank_0.json", {})
-    if record.get("outcome") == "done" or isinstance(failure, Interrupted):
+    if ended_normally(run_dir) or isinstance(failure, Interrupted):
         return failure
     if failure.kind == StorageError.kind:
         return failure

@@ -16,7 +16,7 @@ from common.benchmarks import Rules, rules_of
 from common.command_line import refuse_without
 from common.config import RunConfig
 from common.data.preparation import damage_of, require_as_recorded
-from common.errors import ConfigError, DataError, WeightsError
+from common.errors import ConfigError, DataError, WeightsError, file_of
 from common.machine.hardware import Probe
 from common.machine.host import cpu_count
 from common.paths import ROOT, data_folder, results_folder
@@ -37,7 +37,7 @@ from common.training.continuation import (
     require_same_base,
     require_same_data,
 )
-from launch.diagnosis import read_result
+from launch.diagnosis import ended_normally, read_result
 from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, ranks_command
 from launch.processes.supervise import GRACE_S, end_with_parent
 from launch.selection.check import Choice
@@ -287,9 +287,10 @@ def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> SavedChe
     """Return the checkpoint that --continue auto resumes from, None for a new run.
 
     It is the furthest one of the newest run in `folder` and the runs that it continued, directly or
-    not, unless one of them reached its target. A run whose chain has no checkpoint of this config
-    is passed over. Raises WeightsError if a checkpoint is damaged.
+    not, unless one of them reached its target and saved what it was to save. A run whose chain has
+    no checkpoint of this config is passed over. Raises WeightsError if a checkpoint is damaged.
     """
+    always_saves = not rules_of(benchmark, config).saves_model
     runs = {run.folder.name: run for run in RunRecord.in_folder(folder)}
     links = {name: run.continues for name, run in runs.items()}
     for name in reversed(runs):
@@ -297,7 +298,9 @@ def last_unfinished(folder: Path, benchmark: str, config: RunConfig) -> SavedChe
         saved = _checkpoints_of([run.folder for run in chain], benchmark, config)
         if not saved:
             continue
-        if any(read_result(run.path).stands for run in chain):
+        saves = always_saves or any(checkpoint.facts.get(SAVE) for checkpoint in saved)
+        reached = [run.folder for run in chain if read_result(run.path).stands]
+        if any(ended_normally(folder) or not saves for folder in reached):
             return None
         return max(saved, key=lambda checkpoint: checkpoint.facts["step"])
     return None
@@ -441,10 +444,10 @@ def _missing_data_files(job: Job) -> list[Path]:
                 path.open("rb").close()
     except OSError as error:
         raise DataError(
-            f"{error.filename} cannot be read",
+            f"{file_of(error)} cannot be read",
             error.strerror or str(error),
             "let this user read the files and enter their directories, or set DATADIR",
-        ) from None
+        ) from error
     return missing
 
 

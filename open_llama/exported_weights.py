@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from common import config as configs
 from common.atomic_write import new_folder
 from common.data.preparation import say
-from common.errors import ConfigError, Interrupted, WeightsError, first_line
+from common.errors import ConfigError, RunError, WeightsError, first_line
 from common.model.checkpoint_names import ORDINARY
 from common.model.checkpoint_writer import require_new, write_checkpoint
 from common.model.fused_block import fused_llama
@@ -142,7 +142,7 @@ def read_master(folder: Path, name: str, size: torch.Size) -> torch.Tensor:
 def _cause(folder: Path, error: CheckpointException) -> BaseException:
     """Return the error for a checkpoint `folder` that could not be read."""
     (cause, _), *_ = error.failures.values()
-    if isinstance(cause, KeyboardInterrupt | Interrupted):
+    if isinstance(cause, KeyboardInterrupt | RunError):
         return cause
     if not folder.is_dir():
         why = "a run removes its checkpoint when a newer one is complete"

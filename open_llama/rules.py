@@ -88,10 +88,10 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("sequence_length", "eval_samples", "eval_interval_samples"):
-            self.require(
-                getattr(self, key) >= 1, key, "it must be at least 1", "set a larger number"
-            )
+        # Attention over one token has no gradient.
+        for key, least in ("sequence_length", 2), ("eval_samples", 1), ("eval_interval_samples", 1):
+            why = f"it must be at least {least}"
+            self.require(getattr(self, key) >= least, key, why, "set a larger number")
         self.require_choice("schedule", SCHEDULES)
         self.require_choice("moment_precision", ("fp32", "bf16"))
         self.require_choice("frozen_base", FROZEN_BASE_STORAGE)

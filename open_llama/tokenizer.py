@@ -172,7 +172,7 @@ def are_masked(prefixes: Iterable[Path]) -> bool:
 def _record(data_dir: Path) -> dict[str, Any]:
     try:
         record = json.loads((data_dir / RECORD).read_text())
-    except (OSError, ValueError):  # other token files, which no `prepare text` wrote
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # not written by `prepare text`
         return {}
     return record if isinstance(record, dict) else {}
 
@@ -323,13 +323,12 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         with open_regular(path) as file:
             content = json.load(file)
+        if not isinstance(content, dict):
+            raise ValueError(repr(content))
     except (OSError, ValueError, RecursionError) as error:
-        content = error
-    if not isinstance(content, dict):
+        what = f"{path}: expected a JSON object, got {error!s:.200}"
         why = "it belongs to the tokenizer, and is damaged or another file of that name"
-        raise DataError(
-            f"{path}: expected a JSON object, got {content!r:.200}", why, "fetch it again"
-        )
+        raise DataError(what, why, "fetch it again") from error
     return content
 
 

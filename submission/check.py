@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from common.command_line import Parser, program
-from common.errors import CheckFailed, ConfigError, StorageError
+from common.errors import CheckFailed, ConfigError, StorageError, failure_of
 from common.folder_walk import walk
 from common.records.ledger import LOG
 from submission import official_tools, result_set
@@ -95,8 +95,9 @@ def _check_all(paths: list[Path], ruleset: str | None, werror: bool, as_json: bo
         try:
             examined = examine(path, ruleset, set_rounds=set_rounds.get(path.parent, ()))
         except (ConfigError, StorageError) as error:
-            print(error.lines(), file=sys.stderr)
-            codes.append(error.exit_code)
+            failure = failure_of(error) or error
+            print(failure.lines(), file=sys.stderr)
+            codes.append(failure.exit_code)
             continue
         print(json_line(examined, werror) if as_json else "\n".join(lines(examined, werror)))
         verdict = verdict_of(examined.findings, werror)

@@ -331,7 +331,7 @@ def read(path: Path) -> dict[str, str]:
             f"{path} is not a system description",
             getattr(error, "strerror", None) or str(error),
             "write one with ./run_and_time.sh describe",
-        ) from None
+        ) from error
 
 
 def _is_placeholder(text: object) -> bool:

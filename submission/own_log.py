@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common import benchmarks
 from common.benchmarks import OPEN, Rules
-from common.errors import ConfigError, failure_of
+from common.errors import ConfigError
 from common.records import json_lines
 from common.records.mlperf_log import TOKEN, Event, Log
 from common.records.run_record import EVENTS
@@ -193,7 +193,7 @@ def unlike_events(log: Log, rules: Rules) -> Violations:
     """Find an evaluation whose loss differs from the one in the run's events.jsonl.
 
     A run writes the same number to both files. Finds nothing in a folder without events.jsonl, such
-    as a result set. Raises StorageError or ConfigError if events.jsonl cannot be read.
+    as a result set. Raises ConfigError if events.jsonl cannot be read.
     """
     if log.folder is None:
         return
@@ -203,7 +203,7 @@ def unlike_events(log: Log, rules: Rules) -> Violations:
     except OSError as error:
         do = "let this user read it, or check a copy of the log in a folder of its own"
         why = error.strerror or str(error)
-        raise failure_of(error) or ConfigError(f"cannot read {path}", why, do) from None
+        raise ConfigError(f"cannot read {path}", why, do) from error
     losses = {
         record["samples"]: record.get("loss")
         for record in records

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from common import benchmarks
+from common.atomic_write import new_folder
 from common.command_line import Parser, program
 from common.errors import CheckFailed, ConfigError, StorageError
 from common.paths import ROOT
@@ -227,11 +228,7 @@ def package(request: PackageRequest) -> int:
     if remote_name(request.root) is None:
         print("note: README names no repository beside the commit: git has no remote `origin`")
     try:
-        request.out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{request.out.name}-", dir=request.out.parent
-        ) as folder:
-            partial = Path(folder, "partial")
+        with new_folder(request.out) as partial:
             _build(partial / request.org, request, submitted)
             problems = forbidden_files(partial / request.org)
             require(
@@ -244,7 +241,6 @@ def package(request: PackageRequest) -> int:
             for ten in submitted.values():
                 missed += sum(not run.converged for run in ten.runs)
             code = judge(replace(request, out=partial), missed, request.out)
-            partial.rename(request.out)
     except OSError as error:
         raise StorageError(
             f"cannot write {request.out}", str(error), "free space, or choose another --out"

@@ -22,8 +22,8 @@ def clock(monkeypatch):
 
 def on_a_terminal(monkeypatch, columns: int) -> PseudoTerminal:
     made = PseudoTerminal(columns)
-    monkeypatch.setattr(sys, "stdout", made.stream)
-    monkeypatch.setattr(sys, "stderr", made.stream)
+    monkeypatch.setattr(sys, "stdout", terminal.guarded(made.stream))
+    monkeypatch.setattr(sys, "stderr", terminal.guarded(made.stream, drops=True))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     return made
@@ -39,11 +39,14 @@ def test_one_bar_with_rate_and_remaining_time(monkeypatch, clock, columns):
         progress.at(2e9)
         [line] = seen.screen()
         assert len(line) <= columns
-        assert all(text in line for text in ("2.00 of 4.00 GB", "67 MB/s", "0m30 left"))
+        assert all(text in line for text in ("2.0 GB of 4.0 GB", "67 MB/s", "0m30 left"))
         print_stderr("note: a message")
         clock[0] += 1
         progress.at(3e9)
         assert seen.screen()[0] == "note: a message" and len(seen.screen()) == 2
+        clock[0] += 1
+        progress.at(3e9, title="evil \x1b[2J name")
+        assert "evil \N{REPLACEMENT CHARACTER}[2J name" in seen.screen()[1]
     assert seen.screen() == ["note: a message"], "the bar is gone"
 
 
@@ -56,6 +59,14 @@ def test_the_rate_is_that_of_the_last_half_minute(clock):
         rate.add(done)
         clock[0] += 0.5
     assert rate.per_second == pytest.approx(2.0) and rate.text().endswith("1m59 left")
+
+
+def test_a_slow_rate_is_not_zero(clock):
+    rate = terminal.Rate(3e6, "B")
+    for done in (0, 3e5):
+        rate.add(done)
+        clock[0] += 10
+    assert rate.text() == "300 kB of 3 MB · 30 kB/s · 1m30 left"
 
 
 def test_lines_in_a_pipe_and_none_if_quiet(monkeypatch, clock):

@@ -31,6 +31,7 @@ from typing import Any
 from common.atomic_write import write_whole
 from common.errors import ConfigError, DataError, RunError, first_line
 from common.packages import pip_install
+from common.paths import open_regular
 
 # Folders that are separate packages on Debian, contain tests instead of prose, or are not part of
 # Python (site-packages).
@@ -175,9 +176,12 @@ def load_sentencepiece(path: Path) -> Any:
     """
     import sentencepiece
 
+    model = sentencepiece.SentencePieceProcessor()
     try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, ValueError) as error:
+        with open_regular(path) as file:
+            model.LoadFromSerializedProto(file.read())
+        return model
+    except (OSError, RuntimeError, ValueError) as error:
         raise DataError(
             f"{path}: expected a SentencePiece model: {error}",
             "the file is missing or has another format; Llama 3's tokenizer.model, for example, is "

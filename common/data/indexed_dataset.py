@@ -30,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.atomic_write import naming
 from common.data.indexed_dataset_header import (
     HEADER,
     cannot_open,
@@ -38,7 +39,6 @@ from common.data.indexed_dataset_header import (
     read_header,
     tokens_path,
 )
-from common.errors import StorageError
 from common.paths import open_regular
 
 CHUNK = 1 << 22  # entries checked at a time: 32 MiB of int64
@@ -139,20 +139,14 @@ class Tokens(AbstractContextManager):
         """Return `count` token ids from number `first` of the file on, across sequences.
 
         The array is read-only and has the stored dtype. Raises DataError if the file ends early,
-        StorageError if it cannot be read.
+        OSError if it cannot be read.
         """
         itemsize = self.index.dtype.itemsize
         size = count * itemsize
         data = b""
         while len(data) < size:  # one pread returns at most 2 GiB
-            try:
+            with naming(self.path):
                 part = os.pread(self._file.fileno(), size - len(data), first * itemsize + len(data))
-            except OSError as error:
-                raise StorageError(
-                    f"{self.path}: {error.strerror}",
-                    f"reading token {first} failed",
-                    "check the disk or the mount",
-                ) from error
             if not part:
                 got = f"{len(data) // itemsize} (the file became shorter while it was open)"
                 raise content_error(self.path, f"{count} tokens at token {first}", got)

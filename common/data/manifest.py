@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.atomic_write import naming
 from common.errors import DataError, write_text
 
 BLOCK = 1 << 22  # bytes read at a time
@@ -49,8 +48,8 @@ class FileFacts:
                 return "" if found == self.sample else "its content was changed"
             if self.sha256 and sha256_of(path, on_read) != self.sha256:
                 return "its SHA-256 differs"
-        except OSError as error:
-            return f"it cannot be read: {error.strerror}"
+        except FileNotFoundError:
+            return "it is missing"
         return ""
 
 
@@ -124,7 +123,7 @@ def sha256_of(path: Path, on_read: Callable[[int], None] | None = None) -> str:
     `on_read`: called with the size of each block that was read, in bytes.
     """
     digest = hashlib.sha256()
-    with naming(path), path.open("rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
             digest.update(block)
             if on_read:
@@ -149,7 +148,7 @@ def sampled_facts_of(path: Path) -> FileFacts:
     """
     size = path.stat().st_size
     digest = hashlib.sha256()
-    with naming(path), path.open("rb") as file:
+    with path.open("rb") as file:
         if size <= SAMPLE_BYTES:
             digest.update(file.read())
         else:

@@ -38,7 +38,15 @@ from common.data.manifest import PairFacts
 from common.data.preparation import require_unchanged, say
 from common.data.text_documents import Key
 from common.data.text_inputs import Source, bytes_of, divide, documents, draw_of, no_documents
-from common.errors import DataError, RunError, StorageError, first_line, listed, write_text
+from common.errors import (
+    DataError,
+    RunError,
+    StorageError,
+    failure_of,
+    first_line,
+    listed,
+    write_text,
+)
 from common.terminal import Progress
 
 # Encoded in one call: documents, until they have this many characters.
@@ -233,6 +241,7 @@ def _write_parts(pipe: Connection, work: Work) -> None:
             write_part(part, path, work, encode, pipe.send)
             pipe.send(None)
     except BaseException as error:
+        error = failure_of(error) or error  # the cause is not sent
         error.add_note(traceback.format_exc())
         pipe.send(error)
 

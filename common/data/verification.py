@@ -9,7 +9,7 @@ from common.data.gpt_dataset import check_ids
 from common.data.indexed_dataset import Index
 from common.data.manifest import FileFacts, Manifest, PairFacts, facts_of
 from common.data.preparation import say
-from common.errors import DataError
+from common.errors import DataError, StorageError, failure_of
 from common.terminal import Progress
 
 CHUNK = 1 << 22  # tokens
@@ -39,13 +39,15 @@ def verify(data_dir: Path, manifest: Manifest, origin: Path, full: bool) -> Mani
                 with Progress(f"SHA-256 of {name}", size, "B") as progress:
                     copy.files[name] = facts_of(data_dir / name, progress.advance)
             _compare(str(data_dir / name), expected, copy.files[name], bad, unknown)
-        except OSError as error:
-            bad.append(f"{data_dir / name}: cannot be read: {error.strerror}")
+        except FileNotFoundError:
+            bad.append(f"{data_dir / name}: is missing")
     for prefix, facts in manifest.pairs.items():
         try:
             copy.pairs[prefix] = _read_pair(data_dir / prefix, manifest.vocab_size, full)
             _compare(str(data_dir / prefix), facts, copy.pairs[prefix], bad, unknown)
         except DataError as error:
+            if isinstance(failure_of(error), StorageError):
+                raise
             bad.append(error.what)
     for what in unknown:
         say(f"not checked: {what}")

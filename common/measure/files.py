@@ -21,7 +21,7 @@ def read_json(path: Path, parse: Callable[[Any], Content], what: str, do: str) -
     try:
         return parse(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(what, f"{type(error).__name__}: {error}", do) from None
+        raise DataError(what, f"{type(error).__name__}: {error}", do) from error
 
 
 def write_json(path: Path, value: object) -> None:

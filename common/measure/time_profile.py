@@ -18,7 +18,6 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
-from common.errors import StorageError
 from common.html import page
 from common.kernels.step_clock import StepClock
 from common.measure import report, trace
@@ -56,7 +55,7 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
 
     All ranks must call this function. Rank 0 writes folder/trace.json.gz. Returns the mean
     milliseconds of a step by this rank's clock, which is CUDA events on a GPU and the monotonic
-    clock on a CPU. Raises StorageError.
+    clock on a CPU. Raises OSError.
     """
     activities = [ProfilerActivity.CPU]
     if processes.device.type == "cuda":
@@ -75,13 +74,8 @@ def record(step: Callable[[], object], steps: int, folder: Path, processes: Proc
         if processes.device.type == "cuda":
             torch.cuda.synchronize()
     if profiler:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(folder / TRACE))
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {folder / TRACE}", str(error), "free space, or choose another --out"
-            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / TRACE))
     processes.barrier()  # no rank may leave the group before rank 0 has written
     return statistics.mean(times_ms)
 

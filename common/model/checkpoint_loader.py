@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.atomic_write import naming
 from common.errors import StorageError
 from common.model.checkpoint_files import refuse
 from common.model.checkpoint_names import parts_of
@@ -229,7 +230,7 @@ def _execute(reads: list[Read]) -> int:
     except OSError as error:
         raise StorageError(
             f"{error.filename}: {error.strerror}",
-            "the file cannot be opened",
+            "the file cannot be read",
             "check the disk or the mount",
         ) from error
     finally:
@@ -238,18 +239,12 @@ def _execute(reads: list[Read]) -> int:
 
 
 def _read_exactly(file: int, path: Path, raw: Tensor, offset: int) -> None:
-    """Fill `raw`, uint8 [n], with the bytes at `offset`. Raises StorageError, WeightsError."""
+    """Fill `raw`, uint8 [n], with the bytes at `offset`. Raises OSError, WeightsError."""
     view = memoryview(raw.numpy().data)
     done = 0
     while done < len(view):  # one call reads at most 2 GiB
-        try:
+        with naming(path):
             size = os.preadv(file, [view[done:]], offset + done)
-        except OSError as error:
-            raise StorageError(
-                f"{path}: {error.strerror}",
-                f"reading at byte {offset + done} failed",
-                "check the disk or the mount",
-            ) from error
         if not size:
             refuse(
                 f"{path}: ends at byte {offset + done}",

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.atomic_write import naming
 from common.errors import ConfigError, failure_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
 from common.records.json_lines import is_number
@@ -186,8 +185,7 @@ def require_within_window(family: Family, sequence_length: int) -> None:
 
 def _from_config(path: Path) -> Family:
     try:
-        with naming(path):
-            config = json.loads(path.read_bytes())
+        config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         known = failure_of(error)

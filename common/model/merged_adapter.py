@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from common.atomic_write import SUFFIX, new_folder
@@ -232,8 +232,8 @@ def read_adapter(folder: Path) -> StoredAdapter:
             "merge it with peft",
         )
     try:
-        open_regular(path).close()
-        loaded = load_file(path)
+        with open_regular(path) as file:
+            loaded = load(file.read())  # not mapped: a disk that fails would end the process
     except (OSError, SafetensorError) as error:
         refuse(f"{path}: {error}", "the adapter cannot be read", "save the adapter again")
     tensors = {

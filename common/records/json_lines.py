@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from common.atomic_write import naming
-
 
 def append_line(descriptor: int, value: dict, sync: bool = False) -> None:
     """Append `value` as one line. See `append`."""
@@ -53,7 +51,7 @@ def read(path: Path) -> tuple[list[dict], list[str]]:
         return [], [f"{path.name} is missing"]
     if not path.is_file():
         return [], [f"{path.name} is not a regular file"]
-    with naming(path), path.open(errors="replace") as file:
+    with path.open(errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)

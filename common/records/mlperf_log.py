@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.atomic_write import naming
-from common.errors import ConfigError, failure_of
+from common.errors import ConfigError
 from common.records.json_lines import is_number
 
 TOKEN = ":::MLLOG"
@@ -136,19 +135,18 @@ def read(path: Path, repeated: Collection[str] | None = None) -> Log:
 def events(path: Path) -> Iterator[Event | BadLine]:
     """Yield the records of `path`.
 
-    Raises ConfigError if it cannot be read or is not text, and StorageError if the disk fails.
+    Raises ConfigError if it cannot be read or is not text.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(
             f"{path} is not a regular file", "a pipe or a device may never end", NAME_LOGS
         )
     try:
-        with naming(path), path.open("rb") as binary:
+        with path.open("rb") as binary:
             head = binary.read(HEAD_BYTES)
     except OSError as error:
         why = error.strerror or str(error)
-        known = failure_of(error)
-        raise known or ConfigError(f"cannot read {path}", why, NAME_LOGS) from None
+        raise ConfigError(f"cannot read {path}", why, NAME_LOGS) from error
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
             raise ConfigError(
@@ -164,7 +162,7 @@ def events(path: Path) -> Iterator[Event | BadLine]:
     returns = 0
     # latin-1, as in the official parser: every byte is a valid character. newline="" splits lines
     # at CR, LF and CRLF, and keeps these characters.
-    with naming(path), path.open(encoding="latin-1", newline="") as file:
+    with path.open(encoding="latin-1", newline="") as file:
         for text in file:
             if TOKEN in text:
                 yield parse((line_feeds or returns) + 1, text)

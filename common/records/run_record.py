@@ -108,7 +108,8 @@ class RunRecord:
             run.log = mlperf_log.read(path, REPEATED)
         except (ConfigError, OSError) as error:
             run.unreadable = error
-            run.notes.append(error.what if isinstance(error, ConfigError) else str(error))
+            what = error.what if isinstance(error, ConfigError) else f"{path}: {error.strerror}"
+            run.notes.append(what)
         run._fill()
         return run
 

@@ -30,7 +30,7 @@ import torch
 from common import engines, known_issues
 from common.errors import PreflightError, RunError, first_line
 from common.gpu_kinds import KINDS
-from common.kernels.architecture import architecture
+from common.kernels.architecture import gpu_architecture
 from common.kernels.attention import attention_engine
 from common.kernels.fp8 import product_engine
 from common.kernels.swiglu import swiglu_engine
@@ -167,7 +167,7 @@ def require_sound(result: SelfTestResult, device: torch.device) -> None:
     """Raise PreflightError for the first bad result, with the versions and their known issues."""
     if not result.bad:
         return
-    arch = architecture(device)
+    arch = gpu_architecture(device)
     versions = known_issues.installed()
     kind = next((kind for kind in KINDS.values() if kind.arch == arch), None)
     failures = [(each.op, str(each)) for each in result.bad]
@@ -176,7 +176,7 @@ def require_sound(result: SelfTestResult, device: torch.device) -> None:
     if len(result.bad) > 1:
         what += f" (and {len(result.bad) - 1} more)"
     software = ", ".join(f"{name} {text}" for name, text in versions.items())
-    why = f"{arch} with {software}"
+    why = f"{arch or 'CPU'} with {software}"
     for issue in issues:
         why += f"; perhaps {issue}"
     do = "; or ".join(issue.cure for issue in issues)

@@ -58,6 +58,7 @@ from common.errors import (
     RunError,
     StorageError,
     WeightsError,
+    failure_of,
     first_line,
     listed,
 )
@@ -591,13 +592,12 @@ class DcpReader(dcp.HuggingFaceStorageReader):
 
 @contextmanager
 def _sendable() -> Iterator[None]:
-    """Replace an exception in the block by one that can be pickled, unless it is a RunError."""
+    """Replace an exception in the block by a RunError, or another one that can be pickled."""
     try:
         yield
-    except RunError:
-        raise
     except Exception as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        unknown = RuntimeError(f"{type(error).__name__}: {error}")
+        raise failure_of(error) or unknown from None
 
 
 class DcpPlanner(dcp.DefaultLoadPlanner):

@@ -139,7 +139,7 @@ def newest(run_dir: Path) -> SavedCheckpoint:
     try:
         facts = json.loads((folder / FACTS).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise damaged(folder, f"{FACTS}: {error}") from None
+        raise damaged(folder, f"{FACTS}: {error}") from error
     defect = _defect(folder, facts)
     if defect:
         raise damaged(folder, f"{FACTS}: {defect}")

@@ -91,12 +91,17 @@ class HangWatch:
 
     @property
     def started(self) -> bool:
-        """Whether every rank has finished a step, as of the last call of `is_hanging`."""
+        """Whether every rank has finished a step, by its heartbeat now."""
+        self._read_heartbeats()
         all_reported = len(self.beats) == len(self.ranks)
         return all_reported and all(beat["step"] > 0 for beat in self.beats.values())
 
     def is_hanging(self) -> bool:
-        """Read the heartbeats, and return whether the run hangs."""
+        """Return whether the run hangs."""
+        limit_s = self.step_s if self.started else self.startup_s
+        return self.clock() - self.last_change > limit_s
+
+    def _read_heartbeats(self) -> None:
         for rank in self.ranks:
             path = self.folder / f"rank_{rank}.heartbeat"
             # A file may be missing or half written; it is then read at the next call.
@@ -106,8 +111,6 @@ class HangWatch:
                     self.modified[rank] = modified
                     self.last_change = self.clock()
                     self.beats[rank] = json.loads(path.read_text())
-        limit_s = self.step_s if self.started else self.startup_s
-        return self.clock() - self.last_change > limit_s
 
     def explain(self) -> tuple[Hang, dict]:
         """Return the error, and the last heartbeat of the failed rank: the one the others wait for.

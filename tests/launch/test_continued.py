@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import job_of
 
-from common.errors import ConfigError, WeightsError
+from common.errors import ConfigError, WeightsError, write_rank_record
 from common.paths import ROOT
 from common.records import ledger
 from common.training.continuation import (
@@ -23,6 +23,7 @@ from common.training.continuation import (
     DEVICE,
     ENGINES,
     FACTS,
+    SAVE,
     base_record,
     data_record,
     newest,
@@ -485,6 +486,13 @@ def test_auto_starts_a_new_run_where_there_is_none_to_continue(before, log_dir):
     }
     (run / "result.txt").write_text(f":::MLLOG {json.dumps(line)}\n")
     assert job(checkpoint="600s", continues=AUTO).continues is None, "it reached its target"
+    facts = run / CHECKPOINTS_FOLDER / "step_00000012" / FACTS
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {SAVE: True}))
+    (run / "ranks").mkdir()
+    for outcome, continues in (("done", None), ("failed", run)):  # while it saved the model
+        write_rank_record(run, 0, outcome)
+        saved = job(checkpoint="600s", save=True, continues=AUTO).continues
+        assert (saved and saved.run) == continues
 
 
 def test_auto_needs_checkpoints_and_refuses_a_damaged_one(before, log_dir):

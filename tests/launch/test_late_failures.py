@@ -61,7 +61,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def run_with(folder: Path, log_dir: Path, fault: str, *arguments: str):
-    """Run under `fault`. Return (exit code, stderr, run directory, end in the ledger)."""
+    """Run under `fault`. Return (exit code, stderr, newest run directory, end in the ledger)."""
     hidden = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND", "MODEL")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     environment |= {
@@ -77,9 +77,9 @@ def run_with(folder: Path, log_dir: Path, fault: str, *arguments: str):
     done = subprocess.run(
         [*command, *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
-    (run_dir,) = (path for path in (log_dir / "open_llama").iterdir() if path.is_dir())
+    *_, run_dir = sorted(path for path in (log_dir / "open_llama").iterdir() if path.is_dir())
     lines = map(json.loads, (log_dir / "open_llama/attempts.jsonl").read_text().splitlines())
-    (end,) = (line for line in lines if line["event"] == "end")
+    *_, end = (line for line in lines if line["event"] == "end")
     return done.returncode, done.stderr, run_dir, end
 
 
@@ -118,6 +118,19 @@ def test_what_fails_after_run_stop_leaves_a_good_run(folder, tmp_path, fault):
     page = (run_dir / "report.html").read_text()
     headline = re.search(r'class="banner[^>]*>\s*<strong>(.*?)</strong>', page, re.DOTALL)
     assert headline and word in headline[1] and (": " in headline[1]) == bool(word), headline[1]
+
+
+@pytest.mark.slow
+def test_auto_goes_on_after_a_model_that_was_not_saved(folder, tmp_path):
+    unsaved = next(iter(AFTER_RUN_STOP))
+    words = ("--checkpoint", "1", "--continue", "auto")
+    runs = []
+    for fault, expected in ((unsaved, 17), ("", 0), ("", 0)):
+        code, err, run_dir, _ = run_with(folder, tmp_path, fault, *words)
+        assert code == expected, err
+        assert (run_dir / "model").is_dir() == (not code)
+        runs.append(re.search("continues .*", err))
+    assert not runs[0] and runs[1] and not runs[2], "the first has no checkpoint, the last a model"
 
 
 @pytest.mark.slow

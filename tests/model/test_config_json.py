@@ -1,8 +1,6 @@
 """Compare the loss of many forms of config.json with transformers, which may be refused instead."""
 
-import errno
 import json
-import os
 from itertools import product
 from pathlib import Path
 
@@ -193,9 +191,10 @@ def test_the_forms_differ_in_their_losses(models, tmp_path):
 
 def evaluate(folder: Path, length: int) -> int:
     """Return the exit code of `open_llama eval`."""
-    writer = IndexedDatasetWriter(folder / "text", VOCAB)
-    writer.add(tokens().flatten().tolist())
-    writer.finish()
+    if not (folder / "text.idx").exists():
+        writer = IndexedDatasetWriter(folder / "text", VOCAB)
+        writer.add(tokens().flatten().tolist())
+        writer.finish()
     words = [str(folder), "--data", str(folder / "text"), "--sequence-length", str(length)]
     return evaluation_command.main([*words, "--device", "cpu"])
 
@@ -221,17 +220,14 @@ def test_eval_beyond_the_window_is_refused_as_training_is(models, tmp_path, caps
     folder = changed(models, "window, Mistral", tmp_path)
     assert evaluate(folder, 33) == ConfigError.exit_code
     assert "sliding window" in capsys.readouterr().err
-    (folder / "text.bin").unlink()
-    (folder / "text.idx").unlink()
     assert evaluate(folder, 32) == 0
 
 
-def test_a_disk_error_of_eval_is_no_usage_error(models, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "text.idx", "text.json"])
+def test_a_disk_error_of_eval_is_no_other_error(models, tmp_path, capsys, name):
     folder = changed(models, "no epsilon, Llama", tmp_path)
-
-    def fail(self):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert evaluate(folder, LENGTH) == 0
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/proc/self/mem")  # whose first byte is an error to read: EIO
     assert evaluate(folder, LENGTH) == StorageError.exit_code
-    assert "config.json" in capsys.readouterr().err
+    assert f"{folder / name}" in capsys.readouterr().err

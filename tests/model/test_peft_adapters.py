@@ -22,6 +22,13 @@ peft = pytest.importorskip("peft")
 TARGETS = [*SPLIT, OUTPUT]
 LENGTH = 64
 TOLERANCE = 2e-5  # of the loss, in fp32
+# Keys of adapter_config.json that peft 0.5 did not write.
+LATER = """
+alora_invocation_tokens alpha_pattern arrow_config corda_config ensure_weight_tying eva_config
+exclude_modules kasa_config layer_replication loftq_config lora_bias lora_ga_config megatron_config
+megatron_core monteclora_config peft_version qalora_group_size rank_pattern target_parameters
+trainable_token_indices use_bdlora use_dora use_qalora use_rslora velora_config
+""".split()  # noqa: SIM905
 # Options of LoraConfig, then changes of adapter_config.json after saving: None removes a key.
 EQUAL = {
     "as peft saves it": ({}, {}),
@@ -29,6 +36,8 @@ EQUAL = {
     "for training": ({}, {"inference_mode": False}),
     "without a task": ({}, {"task_type": None}),
     "old peft": ({}, dict.fromkeys(("peft_version", "use_dora", "lora_bias", "use_rslora"))),
+    "peft 0.5, another order": ({}, dict.fromkeys(LATER) | {"target_modules": TARGETS[::-1]}),
+    "switched off": ({}, {"use_rslora": False, "use_dora": False, "modules_to_save": []}),
     "new peft": ({}, {"use_new_lora": False, "new_config": None, "new_list": []}),
     "drawn otherwise": ({"init_lora_weights": "gaussian"}, {}),
     "dropout": ({"lora_dropout": 0.3}, {}),
@@ -37,6 +46,8 @@ EQUAL = {
 REFUSED = {
     "rslora": ({"use_rslora": True}, {}, "use_rslora True"),
     "dora": ({"use_dora": True}, {}, "use_dora True"),
+    "rslora and dora": ({"use_rslora": True, "use_dora": True}, {}, "use_dora True, use_rslora"),
+    "dora of peft 0.5": ({"use_dora": True}, dict.fromkeys(LATER), "lora_magnitude_vector"),
     "modules to save": ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
     "two targets": ({"target_modules": ["q_proj", "v_proj"]}, {}, "target_modules"),
     "all targets": ({"target_modules": "all-linear"}, {}, "target_modules"),

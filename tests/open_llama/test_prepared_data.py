@@ -56,6 +56,14 @@ def prepared(inputs, tmp_path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer_config.json"])
+def test_a_disk_that_fails_is_a_storage_error(inputs, tmp_path, name, capsys):
+    (inputs / name).unlink(missing_ok=True)
+    (inputs / name).symlink_to("/proc/self/mem")  # whose first byte is an error to read: EIO
+    assert prepare(inputs, tmp_path / "out") == StorageError.exit_code
+    assert str(inputs / name) in capsys.readouterr().err
+
+
 def documents_in(out: Path) -> int:
     return sum(Index.read(out / split).num_documents for split in text_parts.SPLITS)
 

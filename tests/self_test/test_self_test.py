@@ -205,7 +205,7 @@ def test_a_wrong_kernel_is_named(monkeypatch):
 
 
 def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
-    monkeypatch.setattr(run, "architecture", lambda device: "gfx942")
+    monkeypatch.setattr(run, "gpu_architecture", lambda device: "gfx942")
     # pytorch.org's wheel for ROCm 7.1, as in invoke-ai/InvokeAI#9297
     monkeypatch.setattr(
         run.known_issues, "installed", lambda: {"torch": "2.10.0+rocm7.1", "rocm": "7.1.25424"}
@@ -225,6 +225,10 @@ def test_the_error_names_op_shape_versions_and_known_issue(monkeypatch):
         and "ck-16-bit-atomics" in caught.value.why
     )
     assert "TORCH_ROCM_FA_PREFER_CK" in caught.value.do
+    monkeypatch.undo()
+    with pytest.raises(PreflightError) as caught:
+        require_sound(SelfTestResult(results=bad), CPU)
+    assert caught.value.why.startswith("CPU with torch")
 
 
 def test_a_run_writes_what_it_found_and_does_not_start_where_it_is_wrong(tmp_path, monkeypatch):

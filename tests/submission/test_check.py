@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from log_dialects import DIALECTS, dated, write
@@ -509,19 +508,15 @@ def test_a_disk_error_is_neither_a_finding_nor_a_usage_error(
 
     path = write_good(tmp_path / "result.txt")
     (tmp_path / "events.jsonl").write_text("{}\n")
-    healthy = Path.open
 
     def fail(*arguments):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    def open_or_fail(self, *arguments, **options):
-        if self.name == unreadable:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return healthy(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", open_or_fail)
     if "checker" in unreadable:
         monkeypatch.setattr(mlp_compliance, "main", fail)
+    else:
+        (tmp_path / unreadable).unlink()
+        (tmp_path / unreadable).symlink_to("/proc/self/mem")  # whose first byte gives EIO
     assert check.main([str(path)]) == StorageError.exit_code
     assert str(tmp_path) in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ import synthetic_series as synthetic
 from synthetic_run import LORA
 
 from common.errors import StorageError, write_text
-from submission import check, describe, package, report, score
+from submission import check, describe, package, report, run_list, score
 from submission.run import Run
 
 
@@ -35,6 +35,21 @@ def test_a_pipe_is_one_error(tmp_path, main, capsys):
     os.mkfifo(tmp_path / "result_0.txt")
     assert main([str(tmp_path / "result_0.txt")]) == 2
     assert "regular file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("main", [check.main, score.main, report.main, run_list.main])
+@pytest.mark.parametrize("name", ["result.txt", "attempts.jsonl"])
+def test_a_disk_that_fails_is_a_storage_error_of_each_command(tmp_path, main, name, capsys):
+    folder = synthetic.write(tmp_path, LORA, synthetic.plans([5]), goal=1)
+    run = next(folder.glob("*/result.txt")).parent
+    path = (folder if name.endswith("jsonl") else run) / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("/proc/self/mem")  # whose first byte is an error to read: EIO
+    code = main([str(folder)])
+    if main is check.main and path.parent == folder:
+        assert code == 0, "it does not read the ledger"
+    else:
+        assert code == StorageError.exit_code and str(path) in capsys.readouterr().err
 
 
 SHAPES = [

@@ -16,6 +16,7 @@ from common import atomic_write, errors
 from common.errors import (
     LAUNCHED,
     RESERVE_FILE,
+    ConfigError,
     Hang,
     Interrupted,
     NonFinite,
@@ -23,6 +24,7 @@ from common.errors import (
     RankLost,
     RunError,
     StorageError,
+    WeightsError,
     write_rank_record,
 )
 from common.training import guard
@@ -174,6 +176,29 @@ def test_an_error_without_a_message_is_named_by_its_class(error, kind):
 def test_a_disk_that_takes_nothing_is_a_storage_error_naming_the_file(number):
     failure = classify(OSError(number, os.strerror(number), "/results/events.jsonl"))
     assert isinstance(failure, StorageError) and "/results/events.jsonl" in failure.what
+
+
+def test_a_disk_explains_the_error_of_what_was_read_from_it():
+    def read(path):
+        try:
+            Path(path).read_text()
+        except OSError as error:
+            raise WeightsError("the weights are unreadable", "", "fetch them again") from error
+
+    for path, kind in (("/proc/self/mem", StorageError), ("/nowhere", WeightsError)):  # EIO
+        with pytest.raises(WeightsError) as caught:
+            read(path)
+        assert type(classify(caught.value)) is kind
+    assert type(classify(OSError("Input/output error (os error 5)"))) is StorageError  # of Rust
+    with pytest.raises(OSError) as caught:
+        Path("/proc/self/mem").read_text()
+    assert caught.value.filename is None and "/proc/self/mem" in classify(caught.value).what
+    try:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+    except OSError:
+        with pytest.raises(ConfigError) as caught:
+            raise ConfigError("MASTER_ADDR cannot be reached") from None
+    assert type(classify(caught.value)) is ConfigError, "a network is no disk"
 
 
 @pytest.mark.parametrize(

@@ -132,4 +132,4 @@ def _rows(path: Path) -> list[list[str]]:
             getattr(error, "strerror", None) or str(error),
             "name the file as in `gemms tune --out`, which writes one for each GPU: MI300X0.csv "
             "to MI300X7.csv for MI300X.csv",
-        ) from None
+        ) from error

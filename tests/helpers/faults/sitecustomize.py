@@ -13,7 +13,7 @@ from failing_calls import fail_once
 
 sys.path.pop()
 
-if "FAULT" in os.environ:
+if os.environ.get("FAULT"):
     name, end, nth, number, process, *done = os.environ["FAULT"].split(",")
     if process in Path("/proc/self/cmdline").read_text().replace("\0", " "):
         setattr(os, name, fail_once(getattr(os, name), end, int(nth), int(number), bool(done)))

@@ -173,7 +173,9 @@ def test_hang_limits(tmp_path):
     beat(0, 1)
     now[0] = 150
     assert not watch.is_hanging(), "rank 1 is still starting"
+    assert not watch.started
     beat(1, 1)
+    assert watch.started, "a signal right after the first step is not too early to save it"
     assert not watch.is_hanging()
     now[0] = 159
     assert not watch.is_hanging()
