@@ -339,12 +339,13 @@ class Parser(argparse.ArgumentParser):
         see = f"see {self.prog} --help"
         if equals and name in EVERYWHERE:
             return ConfigError(f"{name} takes no value: {word}", "it is a switch", f"write {name}")
-        keys = [key.rstrip("=") for key in getattr(self._option("--set"), "words", ())]
+        words = getattr(self._option_string_actions.get("--set"), "words", ())
+        keys = [key.rstrip("=") for key in words]
         if not name.startswith("-"):
             do = f"leave it out, or {see}"
             if equals and name in keys:
                 do = f"did you mean --set {word}?"
-            elif name.endswith(".toml") and self._option("--config"):
+            elif name.endswith(".toml") and "--config" in self.options():
                 do = f"did you mean --config {word}?"
             return ConfigError(
                 f"unexpected argument: {word!r}", f"{self.prog} takes no further words", do
@@ -364,10 +365,6 @@ class Parser(argparse.ArgumentParser):
             command = f"use {setting} {self.prog.removesuffix(' run')}"
             return f"{command} ({note})" if note else command
         return suggestion(f"--set {setting}" if ours in keys else ours, note)
-
-    def _option(self, name: str) -> argparse.Action | None:
-        """Return the action of an option, None if there is none."""
-        return self._option_string_actions.get(name)
 
     def options(self) -> Iterator[str]:
         """Yield the options of this parser and of its subcommands."""
@@ -423,30 +420,33 @@ class Parser(argparse.ArgumentParser):
             if action.option_strings:
                 what = f"unknown value of {action.option_strings[-1]}: {value!r}"
             known = [str(choice) for choice in action.choices]
-            do = meant(str(value), known, f"choose one; see {self.prog} --help")
+            choose = "name one before its options" if self.subcommands(action) else "choose one"
+            do = meant(str(value), known, f"{choose}; see {self.prog} --help")
             raise ConfigError(what, f"it must be one of: {', '.join(known)}", do)
 
     def error(self, message: str) -> NoReturn:
-        required = "the following arguments are required: "
+        kind, _, rest = message.partition(": ")
         why = f"{self.prog} needs it"
-        if message.startswith(required):
-            missing = message.removeprefix(required)
-            message = f"missing argument: {missing}"
-            why = self._meaning_of(missing.split(", ")[0])
-        elif message.startswith("argument "):  # argument -o/--option: what is wrong with its value
-            message = message.removeprefix("argument ")
-            why = self._meaning_of(message.split(": ")[0].split("/")[-1])
-            if value := re.search(": ignored explicit argument (.*)", message):
-                name = message[: value.start()].split("/")[-1]
-                raise ConfigError(f"{name} takes no value: {value[1]}", why, f"write {name} alone")
-            if exclusive := re.fullmatch("(.*): not allowed with argument (.*)", message):
-                what = f"{exclusive[1]} cannot be combined with {exclusive[2]}"
-                raise ConfigError(what, why, f"leave out {exclusive[1]} or {exclusive[2]}")
-            if message.endswith(": expected one argument"):
-                name = message.split(": ")[0].split("/")[-1]
+        do = f"see {self.prog} --help"
+        if kind == "the following arguments are required":
+            message = f"missing argument: {rest}"
+            why = self._meaning_of(rest.split(", ")[0])
+        elif kind.startswith("argument "):  # argument -o/--option: what is wrong with its value
+            argument = kind.removeprefix("argument ")
+            message = f"{argument}: {rest}"
+            name = argument.split("/")[-1]
+            why = self._meaning_of(name)
+            text, _, other = rest.partition(" argument ")
+            if text == "ignored explicit":
+                message = f"{name} takes no value: {other}"
+                do = f"write {name} alone"
+            elif text == "not allowed with":
+                message = f"{argument} cannot be combined with {other}"
+                do = f"leave out {argument} or {other}"
+            elif rest == "expected one argument":
+                message = f"{name} needs a value"
                 do = f"write {name} and its value, or {name}=... for one that begins with a dash"
-                raise ConfigError(f"{name} needs a value", why, do)
-        raise ConfigError(message, why, f"see {self.prog} --help")
+        raise ConfigError(message, why, do)
 
     def _meaning_of(self, name: str) -> str:
         """Describe the argument `name` by its choices, or else by its help."""

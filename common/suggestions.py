@@ -85,6 +85,7 @@ DGXSYSTEM (<GPU>_<nodes>x<GPUs>): DGXNNODES DGXRUNNODES
 DATADIR: data_dir DATA_DIR dataset_dir
 LOGDIR: out output out_dir output_dir log_dir LOG_DIR results results_dir RESULTS_DIR
 MODEL: weights base_weights MODEL_DIR model_dir
+- (MODEL names those of llama2_70b_lora; llama31_8b begins with random ones): weights
 NEXP: runs num_runs NUM_RUNS n_exp n_runs repeat
 SEED: random_seed
 MLPERF_SUBMISSION_ORG: MLPERF_ORG MLPERF_SUBMITTER
@@ -129,11 +130,11 @@ VARIABLES = {  # name of a variable in another tool -> its meaning
 }
 
 
-def nearest(word: str, known: Iterable[str], similar: float = 0) -> Meaning | None:
+def nearest(word: str, known: Iterable[str]) -> Meaning | None:
     """Return the one of the `known` names that `word` means, None if there is none.
 
     In this order: the name itself in another spelling, our name for another tool's, and the most
-    similar name. `similar`: the least share of equal letters (default: SIMILAR or OTHER_INITIAL).
+    similar name.
     """
     names: dict[str, str] = {}
     for name in known:
@@ -149,7 +150,7 @@ def nearest(word: str, known: Iterable[str], similar: float = 0) -> Meaning | No
             return meaning
     ratios = {name: difflib.SequenceMatcher(None, name, key).ratio() for name in names}
     best = max(ratios, key=lambda name: ratios[name], default="")  # of equal ones, the first
-    least = similar or (SIMILAR if best[:1] == key[:1] else OTHER_INITIAL)
+    least = SIMILAR if best[:1] == key[:1] else OTHER_INITIAL
     return Meaning(names[best]) if best and ratios[best] >= least else None
 
 
@@ -159,9 +160,8 @@ def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
     If there is none, return `otherwise`, or all known words if that is empty.
     """
     known = list(known)
-    meaning = nearest(word, known)
-    if meaning:
-        return suggestion(meaning.ours, meaning.note)
+    if meaning := nearest(word, known):
+        return suggestion(*meaning)
     return otherwise or f"choose one of: {', '.join(known)}"
 
 

@@ -8,7 +8,6 @@ be imported with the standard library alone.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import re
 import shlex
@@ -35,8 +34,6 @@ from common.repository import changes_of, commit_of
 from common.suggestions import nearest
 from launch import variables
 from launch.environment import ALL, CLI, LOGS
-
-PACKAGE = "mlperf-llama-training"
 
 # Whether the name of a benchmark goes with a command. ALWAYS: the command needs one.
 NEVER = "never"
@@ -411,34 +408,19 @@ def parser_of(name: str, benchmark: str) -> Parser:
 def overview() -> str:
     """Return the text of --help, folded to the width of the terminal."""
     width = help_width()
-    lists = {}
-    for kind in (ALWAYS, MAY, NEVER):
-        rows = []
-        for name, command in COMMANDS.items():
-            if command.benchmark != kind:
-                continue
-            row = textwrap.fill(
-                command.about,
-                width,
-                initial_indent=f"  {name:<15}",
-                subsequent_indent=" " * 17,
-                break_on_hyphens=False,
-            )
-            rows.append(row)
-        lists[kind] = "\n".join(rows)
+    lists = {ALWAYS: "", MAY: "", NEVER: ""}
+    for name, command in COMMANDS.items():
+        row = f"  {name:<15}{command.about}"
+        row = textwrap.fill(row, width, subsequent_indent=" " * 17, break_on_hyphens=False)
+        lists[command.benchmark] += f"{row}\n"
+    lists = {kind: rows.rstrip() for kind, rows in lists.items()}
     text = OVERVIEW.read_text().format(benchmarks=", ".join(benchmarks.names()), **lists)
     return reflow(text, width)
 
 
 def version() -> str:
-    """Return the program's name and version, followed by the commit in a git repository.
-
-    Name and version come from pyproject.toml, or else from the installed package.
-    """
-    try:
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    except FileNotFoundError:
-        project = {"name": PACKAGE, "version": importlib.metadata.version(PACKAGE)}
+    """Return the program's name and version, followed by the commit in a git repository."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     commit = commit_of(ROOT)
     text = f"{project['name']} {project['version']}"
     if commit:

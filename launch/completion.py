@@ -88,6 +88,8 @@ def _add(
 
 def _set_values(action: argparse.Action) -> None:
     """Tell shtab how to complete the values of `action`, and of the parsers below it."""
+    import shtab
+
     if isinstance(action, argparse._SubParsersAction):
         for parser in action.choices.values():
             for each in parser._actions:
@@ -95,21 +97,9 @@ def _set_values(action: argparse.Action) -> None:
     elif action.choices:
         action.choices = [str(choice) for choice in action.choices]
     elif words := getattr(action, "words", None):
-        _complete_with(action, _word_completion(words))
+        action.complete = _word_completion(words)  # type: ignore[attr-defined]
     elif action.type in (Path, existing_path) or action.metavar in FILES:
-        _complete_with(action, _file_completion())
-
-
-def _complete_with(action: argparse.Action, complete: Any) -> None:
-    """Set how shtab completes the value of `action`. shtab reads this attribute."""
-    action.complete = complete  # type: ignore[attr-defined]
-
-
-def _file_completion() -> Any:
-    """Return shtab's marker for arguments that are completed with names of files."""
-    import shtab
-
-    return shtab.FILE
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
 
 
 def _word_completion(words: Sequence[str]) -> dict[str, Any]:

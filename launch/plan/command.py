@@ -258,8 +258,8 @@ def _require_consistent(options: argparse.Namespace) -> None:
         raise ConfigError(
             "--model is required",
             "plan without a benchmark needs the shape of a model",
-            f"add --model NAME, one of {', '.join(FAMILIES)}, or a config.json; or name a "
-            f"benchmark, as in {PROGRAM} {closed()[-1]} plan",
+            f"add --model, such as {next(iter(FAMILIES))}, or name a benchmark: {PROGRAM} "
+            f"{closed()[-1]} plan",
         )
     if options.scaling and options.gpu not in (None, options.scaling):
         raise ConfigError(

@@ -7,6 +7,7 @@ import pytest
 
 from common.command_line import PROGRAM
 from common.errors import ConfigError
+from common.training.arguments import runs_in
 from launch import cli
 
 pytestmark = pytest.mark.quick
@@ -61,6 +62,10 @@ TYPED = {
     "llama2_70b_lora --model x": "MODEL=x",
     "open_llama --model x": "--set model=x",
     "open_llama --optim muon": "AdamW",
+    "llama31_8b --weights x": "random",
+    "llama2_70b_lora --weights x": "MODEL=x",
+    "open_llama prepare --input README.md": "before its options",
+    "throughput gpt --model tinny": "tiny",
     "llama31_8b --json": "--help",
     "llama31_8b --set micro_batch_size 8": "KEY=VALUE",
     "llama31_8b --checkpoint -1s": "--checkpoint=",
@@ -187,9 +192,9 @@ def test_a_benchmark_stands_for_its_runs(line, monkeypatch, tmp_path):
     name, word = line.split()
     options = vars(cli.parser_of(name, "").parse_args([word]))
     given = options.get("directory") or (options.get("directories") or options.get("paths"))[0]
-    assert given == tmp_path / word
+    assert runs_in(given) == tmp_path / word
     (tmp_path / "own" / word).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "own")  # a LOGDIR
     options = vars(cli.parser_of(name, "").parse_args([word]))
     given = options.get("directory") or (options.get("directories") or options.get("paths"))[0]
-    assert str(given) == word
+    assert str(runs_in(given)) == word
