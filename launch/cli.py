@@ -48,9 +48,8 @@ PARSER_IN_MAIN = ("launch.preflight", "throughput", "system_tuning")
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its line in --help, and the module that executes it."""
+    """The module that executes a command, and what it needs."""
 
-    about: str
     module: str  # IN_BENCHMARK, or the name of a module
     benchmark: str = NEVER  # NEVER, MAY or ALWAYS
     needs: str = ALL  # requirements file that the command needs; "" for none
@@ -58,71 +57,29 @@ class Command:
     stray: str = ""  # option that words without a benchmark are meant for
 
 
-COMMANDS = {
-    "run": Command(
-        "train to the target, then check the log (default)", "launch.run_command", ALWAYS
-    ),
-    "prepare": Command("fetch, convert or verify data and weights", IN_BENCHMARK, ALWAYS),
-    "bench": Command("measure training throughput on synthetic tokens", "launch.bench", ALWAYS),
-    "profile": Command(
-        "profile training steps: kernel times or GPU memory", "launch.profile", ALWAYS
-    ),
-    "tune": Command("search for the fastest config on this machine", "launch.tune.command", ALWAYS),
-    "gemms": Command(
-        "record, tune and check GEMM solutions of AMD's libraries",
-        "throughput.gemm_tuning.cli",
-        ALWAYS,
-    ),
-    "eval": Command("evaluate a trained model on token files", IN_BENCHMARK, ALWAYS),
-    "generate": Command("let a trained model continue text", IN_BENCHMARK, ALWAYS),
-    "export": Command("write a checkpoint as Hugging Face weights", IN_BENCHMARK, ALWAYS),
-    "merge": Command("merge trained adapters into the base weights", IN_BENCHMARK, ALWAYS),
-    "plan": Command(
-        "calculate memory and time of a config or model (needs no GPU)",
-        "launch.plan.command",
-        MAY,
-        "",
-        stray="--model",
-    ),
-    "preflight": Command(
-        "check that this machine is ready for a run", "launch.preflight", MAY, stray="--nodes"
-    ),
-    "throughput": Command(
-        "measure matrix products and training steps of many models", "throughput"
-    ),
-    "system-tuning": Command(
-        "check, apply or revert operating system settings", "system_tuning", NEVER, ""
-    ),
-    "check": Command(
-        "check logs with the MLCommons checker and additional rules",
-        "submission.check",
-        NEVER,
-        LOGS,
-    ),
-    "runs": Command(
-        "list all runs in LOGDIR and how they ended, or show a series",
-        "submission.run_list",
-        NEVER,
-        LOGS,
-        bare_with="series",
-    ),
-    "report": Command("write the HTML report of a run or series", "submission.report"),
-    "score": Command(
-        "score a series and test it against the reference convergence points",
-        "submission.score",
-        NEVER,
-        LOGS,
-    ),
-    "describe": Command(
-        "write the system description of this machine", "submission.describe", NEVER, LOGS
-    ),
-    "package": Command("assemble and check a submission", "submission.package", NEVER, LOGS),
-    "setup": Command(
-        "install the Python packages, also for another machine", "launch.setup", NEVER, ""
-    ),
-    "completion": Command(
-        "print the completion script for bash or zsh", "launch.completion", NEVER, CLI
-    ),
+COMMANDS = {  # overview.txt describes them
+    "run": Command("launch.run_command", ALWAYS),
+    "prepare": Command(IN_BENCHMARK, ALWAYS),
+    "bench": Command("launch.bench", ALWAYS),
+    "profile": Command("launch.profile", ALWAYS),
+    "tune": Command("launch.tune.command", ALWAYS),
+    "gemms": Command("throughput.gemm_tuning.cli", ALWAYS),
+    "eval": Command(IN_BENCHMARK, ALWAYS),
+    "generate": Command(IN_BENCHMARK, ALWAYS),
+    "export": Command(IN_BENCHMARK, ALWAYS),
+    "merge": Command(IN_BENCHMARK, ALWAYS),
+    "plan": Command("launch.plan.command", MAY, needs="", stray="--model"),
+    "preflight": Command("launch.preflight", MAY, stray="--nodes"),
+    "throughput": Command("throughput"),
+    "system-tuning": Command("system_tuning", needs=""),
+    "check": Command("submission.check", needs=LOGS),
+    "runs": Command("submission.run_list", needs=LOGS, bare_with="series"),
+    "report": Command("submission.report"),
+    "score": Command("submission.score", needs=LOGS),
+    "describe": Command("submission.describe", needs=LOGS),
+    "package": Command("submission.package", needs=LOGS),
+    "setup": Command("launch.setup", needs=""),
+    "completion": Command("launch.completion", needs=CLI),
 }
 
 # Former words that still work -> words that they stand for.
@@ -203,7 +160,7 @@ def _module_of(name: str, benchmark: str) -> str:
 
 def _command_of_others(benchmark: str, name: str) -> ConfigError:
     """Return the error for a command that exists only for other benchmarks."""
-    owners = _owners(name)
+    owners = owners_of(name)
     lines = [f"{PROGRAM} {owner} {name} ..." for owner in owners]
     why = f"{name} belongs to {', '.join(owners)}"
     return ConfigError(f"{benchmark} has no command {name}", why, " or ".join(lines))
@@ -273,7 +230,7 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
             raise _unwanted_benchmark(name, benchmark, rest[1:])
         return "", name, rest
     if not benchmark and takes == ALWAYS and not second and {"-h", "--help"} & {*rest}:
-        return _example(_owners(name)), name, rest
+        return _example(owners_of(name)), name, rest
     if not benchmark and (takes == ALWAYS or second):
         raise _missing_benchmark(name, rest)
     return benchmark, name, rest[1:] if second and benchmark else rest
@@ -340,7 +297,7 @@ def _unwanted_benchmark(name: str, benchmark: str, arguments: list[str]) -> Conf
     `arguments`: the words after the command.
     """
     words = [_words_of(name, benchmark)]
-    why = COMMANDS[name].about
+    why = "it does the same for all benchmarks"
     if name in OF_RUNS:
         why = f"{name} finds the benchmark in the logs"
     if arguments:
@@ -351,7 +308,7 @@ def _unwanted_benchmark(name: str, benchmark: str, arguments: list[str]) -> Conf
 
 def _missing_benchmark(name: str, words: list[str]) -> ConfigError:
     """Return the error for a command without a known benchmark. `words`: those after it."""
-    owners = _owners(name)
+    owners = owners_of(name)
     why = f"benchmarks: {', '.join(owners)}"
     line = shlex.join([PROGRAM, _example(owners), name, *words])
     if not words or words[0].startswith("-"):
@@ -363,7 +320,7 @@ def _missing_benchmark(name: str, words: list[str]) -> ConfigError:
     return ConfigError(f"unknown benchmark: {words[0]!r}", why, f"did you mean {line}?")
 
 
-def _owners(name: str) -> list[str]:
+def owners_of(name: str) -> list[str]:
     """Return the benchmarks that have the command `name`."""
     return [benchmark for benchmark in benchmarks.names() if has_command(benchmark, name)]
 
@@ -383,7 +340,7 @@ def _words_of(name: str, benchmark: str = "") -> str:
     takes = COMMANDS[name].benchmark
     if takes == NEVER or (takes == MAY and not benchmark):
         return name
-    named = benchmark or _example(_owners(name))
+    named = benchmark or _example(owners_of(name))
     return named if name == "run" else f"{named} {name}"
 
 
@@ -408,14 +365,13 @@ def parser_of(name: str, benchmark: str) -> Parser:
 def overview() -> str:
     """Return the text of --help, folded to the width of the terminal."""
     width = help_width()
-    lists = {ALWAYS: "", MAY: "", NEVER: ""}
-    for name, command in COMMANDS.items():
-        row = f"  {name:<15}{command.about}"
-        row = textwrap.fill(row, width, subsequent_indent=" " * 17, break_on_hyphens=False)
-        lists[command.benchmark] += f"{row}\n"
-    lists = {kind: rows.rstrip() for kind, rows in lists.items()}
-    text = OVERVIEW.read_text().format(benchmarks=", ".join(benchmarks.names()), **lists)
-    return reflow(text, width)
+    text = OVERVIEW.read_text().format(benchmarks=", ".join(benchmarks.names()))
+    lines = text.splitlines()
+    for index, line in enumerate(lines):
+        if re.match(r"  [\w-]+  ", line):  # a name and what it does
+            indent = " " * 17
+            lines[index] = textwrap.fill(line, width, subsequent_indent=indent)
+    return reflow("\n".join(lines), width)
 
 
 def version() -> str:
