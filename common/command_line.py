@@ -27,7 +27,7 @@ from common.errors import (
     StorageError,
     failure_of,
 )
-from common.suggestions import Meaning, meant, nearest, suggestion
+from common.suggestions import Meaning, nearest, suggestion, unknown
 from common.terminal import QUIET, guarded, print_stderr
 from common.values import path, spelled_as, whole_number
 
@@ -144,13 +144,6 @@ def imported(name: str) -> Callable[[Any], int | None]:
     return lambda options: getattr(importlib.import_module(module), function)(options)
 
 
-def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return (benchmark, remaining arguments). The benchmark is "" if the first is an option."""
-    if not arguments or arguments[0].startswith("-"):
-        return "", arguments
-    return arguments[0], arguments[1:]
-
-
 def refuse_without(needed: str, given: Mapping[str, object]) -> None:
     """Raise ConfigError if an option that only applies with `needed` has a value.
 
@@ -249,8 +242,8 @@ def pairs_of(option: str, texts: Sequence[str], form: str = "KEY=VALUE") -> dict
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key:
             what = f"{option} {text!r} is not {form}"
-            split = re.fullmatch(r"([\w.-]+)[\s:]+(\S+)", text.strip())
-            example = f"{split[1]}={split[2]}" if split else form
+            split = re.fullmatch(r"([\w.-]+)(?:[\s:]+(\S+))?", text.strip())
+            example = f"{split[1]}={split[2] or form.partition('=')[2]}" if split else form
             raise ConfigError(what, "the name or the = is missing", f"write {option} {example}")
         if key in pairs:
             raise ConfigError(
@@ -321,7 +314,11 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`. Raises ConfigError, with a suggestion, if one is unknown."""
         options, unknown = self.parse_known_args(args, namespace)
-        if any(not word.startswith("-") for word in unknown) and self._can_intermix():
+        # Options may stand between positional arguments: argparse's condition.
+        can_intermix = all(
+            action.nargs not in (argparse.PARSER, argparse.REMAINDER) for action in self._actions
+        )
+        if can_intermix and any(not word.startswith("-") for word in unknown):
             # An optional positional argument behind an option, as in `runs --json DIR`.
             self._values.clear()  # Python 3.13 does not call parse_known_args below
             options, unknown = self.parse_known_intermixed_args(args, namespace)
@@ -381,12 +378,6 @@ class Parser(argparse.ArgumentParser):
             return list(dict(action.choices or {}).values())
         return []
 
-    def _can_intermix(self) -> bool:
-        """Return whether options may stand between positional arguments: argparse's condition."""
-        return all(
-            action.nargs not in (argparse.PARSER, argparse.REMAINDER) for action in self._actions
-        )
-
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Return the values of `action`. Raises ConfigError if one is empty or given twice."""
         name = str([action.metavar or action.dest, *action.option_strings][-1])
@@ -419,10 +410,9 @@ class Parser(argparse.ArgumentParser):
             what = f"unknown {action.metavar or action.dest}: {value!r}"
             if action.option_strings:
                 what = f"unknown value of {action.option_strings[-1]}: {value!r}"
-            known = [str(choice) for choice in action.choices]
             choose = "name one before its options" if self.subcommands(action) else "choose one"
-            do = meant(str(value), known, f"{choose}; see {self.prog} --help")
-            raise ConfigError(what, f"it must be one of: {', '.join(known)}", do)
+            known = map(str, action.choices)
+            raise unknown(what, str(value), known, f"{choose}; see {self.prog} --help")
 
     def error(self, message: str) -> NoReturn:
         kind, _, rest = message.partition(": ")

@@ -1,7 +1,7 @@
 """Suggest what a word that is not known was meant to be. Standard library only.
 
-`meant` and `nearest` are the answers of all commands. They know the names that other tools have for
-our settings, and otherwise compare spellings.
+All commands ask `unknown` or `nearest`. They know the names that other tools have for our settings,
+and otherwise compare spellings.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import difflib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from common.errors import ConfigError, listed
 from common.values import plain
 
 # Share of equal letters of a misspelled word: `plna` and `plan` have 0.75. So have A100 and H100,
 # which are two names: if the first letters differ, more must be equal.
 SIMILAR = 0.75
 OTHER_INITIAL = 0.8
+MAX_LISTED = 16  # names that an error lists
 
 
 class Meaning(NamedTuple):
@@ -85,7 +87,7 @@ DGXSYSTEM (<GPU>_<nodes>x<GPUs>): DGXNNODES DGXRUNNODES
 DATADIR: data_dir DATA_DIR dataset_dir
 LOGDIR: out output out_dir output_dir log_dir LOG_DIR results results_dir RESULTS_DIR
 MODEL: weights base_weights MODEL_DIR model_dir
-- (MODEL names those of llama2_70b_lora; llama31_8b begins with random ones): weights
+- (only a benchmark that fine-tunes reads weights, from MODEL): weights
 NEXP: runs num_runs NUM_RUNS n_exp n_runs repeat
 SEED: random_seed
 MLPERF_SUBMISSION_ORG: MLPERF_ORG MLPERF_SUBMITTER
@@ -154,15 +156,18 @@ def nearest(word: str, known: Iterable[str]) -> Meaning | None:
     return Meaning(names[best]) if best and ratios[best] >= least else None
 
 
-def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a suggestion for an unknown `word`, by the meaning that `nearest` returns.
+def unknown(
+    what: str, word: str, known: Iterable[str], otherwise: str = "choose one of them"
+) -> ConfigError:
+    """Return the error `what` about a `word` that is none of the `known` ones.
 
-    If there is none, return `otherwise`, or all known words if that is empty.
+    It suggests the meaning of the word that `nearest` returns. If there is none, it says
+    `otherwise`.
     """
-    known = list(known)
-    if meaning := nearest(word, known):
-        return suggestion(*meaning)
-    return otherwise or f"choose one of: {', '.join(known)}"
+    names = [*known]
+    meaning = nearest(word, names)
+    do = suggestion(*meaning) if meaning else otherwise
+    return ConfigError(what, f"known: {listed(names, MAX_LISTED)}", do)
 
 
 def suggestion(name: str, note: str = "") -> str:

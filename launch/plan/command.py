@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common.benchmarks import closed, config_keys, example_config
+from common.benchmarks import closed, config_keys, example_config, split
 from common.command_line import (
     PROGRAM,
     Parser,
@@ -39,7 +39,6 @@ from common.command_line import (
     exit_code_of,
     overrides_of,
     refuse_without,
-    split_benchmark,
 )
 from common.config import ANY_GPU
 from common.errors import ConfigError, OutOfMemory, write_text
@@ -532,5 +531,5 @@ def _show_mfu(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    given, rest = split_benchmark(sys.argv[1:])
+    given, rest = split(sys.argv[1:])
     sys.exit(exit_code_of(lambda: main(given, rest)))
