@@ -418,7 +418,11 @@ class Parser(argparse.ArgumentParser):
         kind, _, rest = message.partition(": ")
         why = f"{self.prog} needs it"
         do = f"see {self.prog} --help"
-        if kind == "the following arguments are required":
+        if one := re.fullmatch("one of the arguments (.*) is required", message):
+            names = one[1].split()
+            message = f"missing argument: {' or '.join(names)}"
+            why = self._meaning_of(names[0])
+        elif kind == "the following arguments are required":
             message = f"missing argument: {rest}"
             why = self._meaning_of(rest.split(", ")[0])
         elif kind.startswith("argument "):  # argument -o/--option: what is wrong with its value

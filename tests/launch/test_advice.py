@@ -66,6 +66,7 @@ TYPED = {
     "llama2_70b_lora --weights x": "MODEL=x",
     "open_llama prepare --input README.md": "before its options",
     "throughput gpt --model tinny": "tiny",
+    "throughput scaling --model 71b": "7b",
     "llama31_8b --json": "--help",
     "llama31_8b --set micro_batch_size 8": "--set micro_batch_size=VALUE",
     "llama31_8b --checkpoint -1s": "--checkpoint=",

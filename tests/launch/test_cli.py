@@ -72,6 +72,7 @@ TYPOS = {
     "llama31_8b prepare": ("command", "--help"),
     "llama31_8b prepare fetsh --data-dir x": ("fetsh", "fetch"),
     "llama31_8b prepare verify --data-dir x --ful": ("--ful", "--full"),
+    "open_llama prepare text --input x --data-dir y": ("--tokenizer or", "prepare text --help"),
     "tuning aply": ("aply", "apply"),
     "system-tuning": ("command", "system-tuning --help"),
     "llama31_8b tuning": ("tuning", "system-tuning"),
