@@ -310,6 +310,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, path)
         self.register("type", int, whole_number(0))
         self._values: dict[str, Sequence[str]] = {}  # option -> its values in this pass
+        self._chosen = self  # the parser of the subcommand in this pass
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`. Raises ConfigError, with a suggestion, if one is unknown."""
@@ -323,11 +324,12 @@ class Parser(argparse.ArgumentParser):
             self._values.clear()  # Python 3.13 does not call parse_known_args below
             options, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
-            raise self._unknown(*unknown)
+            raise self._chosen._unknown(*unknown)
         return options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._values.clear()
+        self._chosen = self
         return super().parse_known_args(args, namespace)
 
     def _unknown(self, word: str, following: str = "", *_: str) -> ConfigError:
@@ -389,6 +391,8 @@ class Parser(argparse.ArgumentParser):
                 self._meaning_of(name),
                 "give a value; a variable in the command may be unset",
             )
+        if isinstance(action, argparse._SubParsersAction):
+            self._chosen = dict(action.choices or {}).get(arg_strings[0], self)
         if action.option_strings and isinstance(action, argparse._StoreAction):
             if any(self._values.get(name, ())):
                 both = " and ".join(map(repr, [*self._values[name], *arg_strings]))

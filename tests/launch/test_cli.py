@@ -183,6 +183,7 @@ def test_the_likely_meaning_comes_first(line, suggestion):
         ("llama31_8b fly", "generate"),  # a command of open_llama
         ("llama31_8b generat", "generate"),
         ("throughput gpt --gpus 2", "DGXNGPU"),  # which throughput does not read
+        ("throughput gpt --gpus 2", "--gpus"),  # an option of other measurements
         ("llama31_8b bench --steps x", "cannot be parsed"),
     ],
 )
