@@ -336,8 +336,6 @@ class Parser(argparse.ArgumentParser):
         """Return the error for an unknown `word`. `following`: the next unknown one."""
         name, equals, value = word.partition("=")
         see = f"see {self.prog} --help"
-        if equals and name in EVERYWHERE:
-            return ConfigError(f"{name} takes no value: {word}", "it is a switch", f"write {name}")
         words = getattr(self._option_string_actions.get("--set"), "words", ())
         keys = [key.rstrip("=") for key in words]
         if not name.startswith("-"):

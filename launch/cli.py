@@ -106,6 +106,9 @@ def read(arguments: list[str]) -> tuple[str, list[str], bool]:
     words: list[str] = []
     asks_for_help = False
     for word in arguments:
+        name, equals, _ = word.partition("=")
+        if equals and name in EVERYWHERE:
+            raise ConfigError(f"{name} takes no value: {word}", "it is a switch", f"write {name}")
         if word in SWITCHES:
             os.environ[SWITCHES[word]] = "1"
         elif word == "help" and len(words) < 2:
@@ -253,8 +256,6 @@ def _early_option(words: list[str], known: Sequence[str]) -> ConfigError:
     first = words[0]
     if meaning := nearest(first.partition("=")[0], EVERYWHERE):
         do = f"did you mean {meaning.ours}?"
-        if "=" in first and meaning.ours in first:
-            do = f"write {meaning.ours} without a value"
         return ConfigError(f"unknown option: {first!r}", "it precedes all words", do)
     named = [word for word in words if word in known or word in COMMANDS][:1]
     others = [word for word in words if word not in named]

@@ -24,7 +24,7 @@ TYPED = {
     "merge": "llama2_70b_lora merge",
     "chat": "open_llama generate",
     "--config x.toml llama31_8b": "llama31_8b --config x.toml",
-    "--quiet=1 llama31_8b": "without a value",
+    "--quiet=1 llama31_8b": "write --quiet",
     "llama31_8b --quiet=1": "--quiet",
     CONFIG: f"llama31_8b --config {CONFIG}",
     "open_llama/examples/x.toml": "open_llama --config open_llama/examples/x.toml",
