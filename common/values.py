@@ -64,9 +64,10 @@ def number(text: str) -> float:
 
 def amount(text: str) -> float:
     """Parse a positive number, such as 405e9 or 1T."""
-    value = number(text)
+    kind = "a positive number"
+    value = float(_decimal(text, kind))
     if value <= 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+        raise argparse.ArgumentTypeError(f"'{text}' is not {kind}")
     return value
 
 
