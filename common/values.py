@@ -46,29 +46,25 @@ def spelled_as(text: str, known: Collection[str]) -> str:
     return same[0] if len(same) == 1 else text
 
 
-def _decimal(text: str, kind: str, kilo: int = 1000) -> Decimal:
+def _decimal(
+    text: str, kind: str, is_valid: Callable[[Decimal], bool], kilo: int = 1000
+) -> Decimal:
     """Return the number in `text`, such as 5, 1e9, 8k or 1.5T. `kind`: its name in the error."""
-    match = NUMBER.fullmatch(text.strip())
-    value = Decimal("inf")
-    if match:
+    if match := NUMBER.fullmatch(text.strip()):
         value = Decimal(match[1]) * (FACTORS | {"k": kilo})[match[2].lower()]
-    if math.isinf(value):
-        raise argparse.ArgumentTypeError(f"'{text}' is not {kind}")
-    return value
+        if math.isfinite(value) and is_valid(value):
+            return value
+    raise argparse.ArgumentTypeError(f"'{text}' is not {kind}")
 
 
 def number(text: str) -> float:
     """Parse a number, such as 0.5, 405e9, 8B or 1T."""
-    return float(_decimal(text, "a number"))
+    return float(_decimal(text, "a number", lambda value: True))
 
 
 def amount(text: str) -> float:
     """Parse a positive number, such as 405e9 or 1T."""
-    kind = "a positive number"
-    value = float(_decimal(text, kind))
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not {kind}")
-    return value
+    return float(_decimal(text, "a positive number", lambda value: value > 0))
 
 
 def whole_number(low: int, high: int | None = None, kilo: int = 1000) -> Callable[[str], int]:
@@ -77,15 +73,11 @@ def whole_number(low: int, high: int | None = None, kilo: int = 1000) -> Callabl
     `kilo`: value of the suffix k.
     """
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-    kind = f"a whole number {limits}"
 
-    def parse(text: str) -> int:
-        value = _decimal(text, kind, kilo)
-        if value != value.to_integral_value() or not low <= value <= (high or math.inf):
-            raise argparse.ArgumentTypeError(f"'{text}' is not {kind}")
-        return int(value)
+    def is_valid(value: Decimal) -> bool:
+        return value == value.to_integral_value() and low <= value <= (high or math.inf)
 
-    return parse
+    return lambda text: int(_decimal(text, f"a whole number {limits}", is_valid, kilo))
 
 
 count = whole_number(1)
