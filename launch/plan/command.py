@@ -299,6 +299,8 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
     lines = describe(plan, saving_keys(config, plan.work, kind) if kind else ())
     if choice.source == FITTED:
         lines.insert(1, FITTED_NOTE)
+    if options.gpu and not options.config:
+        lines.append(f"DGXSYSTEM={choice.stem} names this config. A run on these GPUs chooses it.")
     if options.write:
         _write_config(options.write, benchmark, choice, request.overrides)
         inform(f"wrote      {options.write}")
@@ -334,7 +336,15 @@ def _choice(request: Request, gpu: str | None) -> tuple[Choice | None, Machine]:
     if not machine.gpus and (name := gpu or machine.gpu_kind):
         require_known(name)
         kind = KINDS[name]
-        machine = Machine.imagined(kind, request.gpus or node_size(ROOT, kind))
+        size = node_size(ROOT, kind)
+        if request.gpus > MAX_GPUS:
+            system = f"{name}_{-(-request.gpus // size)}x{size}"
+            raise ConfigError(
+                f"{request.gpus} GPUs are several nodes",
+                f"a node has at most {MAX_GPUS}; DGXSYSTEM names the number of nodes",
+                f"DGXSYSTEM={system} {PROGRAM} {request.benchmark} plan",
+            )
+        machine = Machine.imagined(kind, request.gpus or size)
     if machine.kind or is_named:
         return choose(request, machine), machine
     if request.gpus:
