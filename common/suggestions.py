@@ -95,7 +95,8 @@ MLPERF_SUBMISSION_PLATFORM: MLPERF_PLATFORM MLPERF_SYSTEM
 cuda: gpu hip rocm amd nvidia
 flash_attention_4: flash flash_attention fa4 flash_attn
 rocprofv3: rocprof
-run: train training start pretrain finetune sft
+run: train training start pretrain
+run (prepare chat reads conversations): sft finetune finetuning
 bench: benchmark measure perf
 prepare: data download fetch
 runs: list ls status series

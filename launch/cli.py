@@ -31,7 +31,7 @@ from common.errors import ConfigError
 from common.machine.hardware import config_names
 from common.paths import ROOT
 from common.repository import changes_of, commit_of
-from common.suggestions import nearest
+from common.suggestions import nearest, suggestion
 from launch import variables
 from launch.environment import ALL, CLI, LOGS
 
@@ -288,7 +288,7 @@ def _unknown_word(word: str, benchmark: str) -> ConfigError:
         owners += [name for name in known if not config_names(ROOT, name)]
         do = f"did you mean {PROGRAM} {benchmark or owners[0]} --config {word}?"
     elif meaning := nearest(word, meant):
-        do = f"did you mean {PROGRAM} {_words_of(meaning.ours, benchmark)}?"
+        do = suggestion(f"{PROGRAM} {_words_of(meaning.ours, benchmark)}", meaning.note)
     return ConfigError(what, why, do)
 
 

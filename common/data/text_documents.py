@@ -108,8 +108,8 @@ def unreadable(path: Path, error: Exception) -> Exception:
 
 
 NAME_KEY = (
-    "name the key that holds the text with --key, or repair the line; prepare chat reads "
-    "conversations"
+    "use prepare chat for conversations; otherwise give the key of the text with --key, or repair "
+    "the line"
 )
 
 

@@ -62,6 +62,7 @@ TYPED = {
     "llama2_70b_lora --model x": "MODEL=x",
     "open_llama --model x": "--set model=x",
     "open_llama --optim muon": "AdamW",
+    "open_llama sft": "prepare chat",
     "llama31_8b --weights x": "fine-tunes",
     "llama2_70b_lora --weights x": "MODEL=x",
     "open_llama prepare --input README.md": "before its options",
