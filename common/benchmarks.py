@@ -171,6 +171,13 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(folder.name for folder in folders if (folder / "train.py").is_file()))
 
 
+def split(arguments: list[str]) -> tuple[str, list[str]]:
+    """Return (benchmark, remaining arguments). The benchmark is "" if the first is another word."""
+    if not arguments or arguments[0] not in names():
+        return "", arguments
+    return arguments[0], arguments[1:]
+
+
 def config_class(name: str) -> type[RunConfig]:
     """Return the `rules.Config` of benchmark `name`."""
     return _module(name).Config

@@ -28,7 +28,7 @@ from common.errors import (
     failure_of,
     file_of,
 )
-from common.suggestions import Meaning, meant, nearest, suggestion
+from common.suggestions import Meaning, nearest, suggestion, unknown
 from common.terminal import QUIET, guarded, print_stderr
 from common.values import path, spelled_as, whole_number
 
@@ -143,13 +143,6 @@ def imported(name: str) -> Callable[[Any], int | None]:
     return lambda options: getattr(importlib.import_module(module), function)(options)
 
 
-def split_benchmark(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return (benchmark, remaining arguments). The benchmark is "" if the first is an option."""
-    if not arguments or arguments[0].startswith("-"):
-        return "", arguments
-    return arguments[0], arguments[1:]
-
-
 def refuse_without(needed: str, given: Mapping[str, object]) -> None:
     """Raise ConfigError if an option that only applies with `needed` has a value.
 
@@ -248,8 +241,8 @@ def pairs_of(option: str, texts: Sequence[str], form: str = "KEY=VALUE") -> dict
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key:
             what = f"{option} {text!r} is not {form}"
-            split = re.fullmatch(r"([\w.-]+)[\s:]+(\S+)", text.strip())
-            example = f"{split[1]}={split[2]}" if split else form
+            split = re.fullmatch(r"([\w.-]+)(?:[\s:]+(\S+))?", text.strip())
+            example = f"{split[1]}={split[2] or form.partition('=')[2]}" if split else form
             raise ConfigError(what, "the name or the = is missing", f"write {option} {example}")
         if key in pairs:
             raise ConfigError(
@@ -316,34 +309,39 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, path)
         self.register("type", int, whole_number(0))
         self._values: dict[str, Sequence[str]] = {}  # option -> its values in this pass
+        self._chosen = self  # the parser of the subcommand in this pass
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`. Raises ConfigError, with a suggestion, if one is unknown."""
         options, unknown = self.parse_known_args(args, namespace)
-        if any(not word.startswith("-") for word in unknown) and self._can_intermix():
+        # Options may stand between positional arguments: argparse's condition.
+        can_intermix = all(
+            action.nargs not in (argparse.PARSER, argparse.REMAINDER) for action in self._actions
+        )
+        if can_intermix and any(not word.startswith("-") for word in unknown):
             # An optional positional argument behind an option, as in `runs --json DIR`.
             self._values.clear()  # Python 3.13 does not call parse_known_args below
             options, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
-            raise self._unknown(*unknown)
+            raise self._chosen._unknown(*unknown)
         return options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._values.clear()
+        self._chosen = self
         return super().parse_known_args(args, namespace)
 
     def _unknown(self, word: str, following: str = "", *_: str) -> ConfigError:
         """Return the error for an unknown `word`. `following`: the next unknown one."""
         name, equals, value = word.partition("=")
         see = f"see {self.prog} --help"
-        if equals and name in EVERYWHERE:
-            return ConfigError(f"{name} takes no value: {word}", "it is a switch", f"write {name}")
-        keys = [key.rstrip("=") for key in getattr(self._option("--set"), "words", ())]
+        words = getattr(self._option_string_actions.get("--set"), "words", ())
+        keys = [key.rstrip("=") for key in words]
         if not name.startswith("-"):
             do = f"leave it out, or {see}"
             if equals and name in keys:
                 do = f"did you mean --set {word}?"
-            elif name.endswith(".toml") and self._option("--config"):
+            elif name.endswith(".toml") and "--config" in self.options():
                 do = f"did you mean --config {word}?"
             return ConfigError(
                 f"unexpected argument: {word!r}", f"{self.prog} takes no further words", do
@@ -364,10 +362,6 @@ class Parser(argparse.ArgumentParser):
             return f"{command} ({note})" if note else command
         return suggestion(f"--set {setting}" if ours in keys else ours, note)
 
-    def _option(self, name: str) -> argparse.Action | None:
-        """Return the action of an option, None if there is none."""
-        return self._option_string_actions.get(name)
-
     def options(self) -> Iterator[str]:
         """Yield the options of this parser and of its subcommands."""
         for action in self._actions:
@@ -383,12 +377,6 @@ class Parser(argparse.ArgumentParser):
             return list(dict(action.choices or {}).values())
         return []
 
-    def _can_intermix(self) -> bool:
-        """Return whether options may stand between positional arguments: argparse's condition."""
-        return all(
-            action.nargs not in (argparse.PARSER, argparse.REMAINDER) for action in self._actions
-        )
-
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Return the values of `action`. Raises ConfigError if one is empty or given twice."""
         name = str([action.metavar or action.dest, *action.option_strings][-1])
@@ -400,6 +388,8 @@ class Parser(argparse.ArgumentParser):
                 self._meaning_of(name),
                 "give a value; a variable in the command may be unset",
             )
+        if isinstance(action, argparse._SubParsersAction):
+            self._chosen = dict(action.choices or {}).get(arg_strings[0], self)
         if action.option_strings and isinstance(action, argparse._StoreAction):
             if any(self._values.get(name, ())):
                 both = " and ".join(map(repr, [*self._values[name], *arg_strings]))
@@ -421,31 +411,37 @@ class Parser(argparse.ArgumentParser):
             what = f"unknown {action.metavar or action.dest}: {value!r}"
             if action.option_strings:
                 what = f"unknown value of {action.option_strings[-1]}: {value!r}"
-            known = [str(choice) for choice in action.choices]
-            do = meant(str(value), known, f"choose one; see {self.prog} --help")
-            raise ConfigError(what, f"it must be one of: {', '.join(known)}", do)
+            choose = "name one before its options" if self.subcommands(action) else "choose one"
+            known = map(str, action.choices)
+            raise unknown(what, str(value), known, f"{choose}; see {self.prog} --help")
 
     def error(self, message: str) -> NoReturn:
-        required = "the following arguments are required: "
+        kind, _, rest = message.partition(": ")
         why = f"{self.prog} needs it"
-        if message.startswith(required):
-            missing = message.removeprefix(required)
-            message = f"missing argument: {missing}"
-            why = self._meaning_of(missing.split(", ")[0])
-        elif message.startswith("argument "):  # argument -o/--option: what is wrong with its value
-            message = message.removeprefix("argument ")
-            why = self._meaning_of(message.split(": ")[0].split("/")[-1])
-            if value := re.search(": ignored explicit argument (.*)", message):
-                name = message[: value.start()].split("/")[-1]
-                raise ConfigError(f"{name} takes no value: {value[1]}", why, f"write {name} alone")
-            if exclusive := re.fullmatch("(.*): not allowed with argument (.*)", message):
-                what = f"{exclusive[1]} cannot be combined with {exclusive[2]}"
-                raise ConfigError(what, why, f"leave out {exclusive[1]} or {exclusive[2]}")
-            if message.endswith(": expected one argument"):
-                name = message.split(": ")[0].split("/")[-1]
+        do = f"see {self.prog} --help"
+        if one := re.fullmatch("one of the arguments (.*) is required", message):
+            names = one[1].split()
+            message = f"missing argument: {' or '.join(names)}"
+            why = self._meaning_of(names[0])
+        elif kind == "the following arguments are required":
+            message = f"missing argument: {rest}"
+            why = self._meaning_of(rest.split(", ")[0])
+        elif kind.startswith("argument "):  # argument -o/--option: what is wrong with its value
+            argument = kind.removeprefix("argument ")
+            message = f"{argument}: {rest}"
+            name = argument.split("/")[-1]
+            why = self._meaning_of(name)
+            text, _, other = rest.partition(" argument ")
+            if text == "ignored explicit":
+                message = f"{name} takes no value: {other}"
+                do = f"write {name} alone"
+            elif text == "not allowed with":
+                message = f"{argument} cannot be combined with {other}"
+                do = f"leave out {argument} or {other}"
+            elif rest == "expected one argument":
+                message = f"{name} needs a value"
                 do = f"write {name} and its value, or {name}=... for one that begins with a dash"
-                raise ConfigError(f"{name} needs a value", why, do)
-        raise ConfigError(message, why, f"see {self.prog} --help")
+        raise ConfigError(message, why, do)
 
     def _meaning_of(self, name: str) -> str:
         """Describe the argument `name` by its choices, or else by its help."""

@@ -25,7 +25,7 @@ from types import ModuleType
 
 from common.errors import ConfigError
 from common.packages import in_container, pip_install, version_of
-from common.suggestions import meant
+from common.suggestions import unknown
 
 ATTENTION = "attention"
 PRODUCTS = "products"
@@ -238,8 +238,7 @@ def _pinned(operation: str, name: str, gpu: str, dtype: str) -> Engine:
     engines = {engine.name: engine for engine in ENGINES[operation]}
     unset = f"set {variable} to another engine, or unset it to use the fastest installed one"
     if name not in engines:
-        known = f"known are {', '.join(engines)}"
-        raise ConfigError(f"unknown engine {variable}={name}", known, meant(name, engines, unset))
+        raise unknown(f"unknown engine {variable}={name}", name, engines, unset)
     engine = engines[name]
     what = f"{variable}={name} cannot be used here"
     if engine.module and (gpu not in engine.gpus or dtype not in ("bf16", "fp8")):

@@ -1,7 +1,7 @@
 """Suggest what a word that is not known was meant to be. Standard library only.
 
-`meant` and `nearest` are the answers of all commands. They know the names that other tools have for
-our settings, and otherwise compare spellings.
+All commands ask `unknown` or `nearest`. They know the names that other tools have for our settings,
+and otherwise compare spellings.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import difflib
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from common.errors import ConfigError, listed
 from common.values import plain
 
 # Share of equal letters of a misspelled word: `plna` and `plan` have 0.75. So have A100 and H100,
 # which are two names: if the first letters differ, more must be equal.
 SIMILAR = 0.75
 OTHER_INITIAL = 0.8
+MAX_LISTED = 16  # names that an error lists
 
 
 class Meaning(NamedTuple):
@@ -85,6 +87,7 @@ DGXSYSTEM (<GPU>_<nodes>x<GPUs>): DGXNNODES DGXRUNNODES
 DATADIR: data_dir DATA_DIR dataset_dir
 LOGDIR: out output out_dir output_dir log_dir LOG_DIR results results_dir RESULTS_DIR
 MODEL: weights base_weights MODEL_DIR model_dir
+- (only a benchmark that fine-tunes reads weights, from MODEL): weights
 NEXP: runs num_runs NUM_RUNS n_exp n_runs repeat
 SEED: random_seed
 MLPERF_SUBMISSION_ORG: MLPERF_ORG MLPERF_SUBMITTER
@@ -92,7 +95,8 @@ MLPERF_SUBMISSION_PLATFORM: MLPERF_PLATFORM MLPERF_SYSTEM
 cuda: gpu hip rocm amd nvidia
 flash_attention_4: flash flash_attention fa4 flash_attn
 rocprofv3: rocprof
-run: train training start pretrain finetune sft
+run: train training start pretrain
+run (prepare chat reads conversations): sft finetune finetuning
 bench: benchmark measure perf
 prepare: data download fetch
 runs: list ls status series
@@ -129,11 +133,11 @@ VARIABLES = {  # name of a variable in another tool -> its meaning
 }
 
 
-def nearest(word: str, known: Iterable[str], similar: float = 0) -> Meaning | None:
+def nearest(word: str, known: Iterable[str]) -> Meaning | None:
     """Return the one of the `known` names that `word` means, None if there is none.
 
     In this order: the name itself in another spelling, our name for another tool's, and the most
-    similar name. `similar`: the least share of equal letters (default: SIMILAR or OTHER_INITIAL).
+    similar name.
     """
     names: dict[str, str] = {}
     for name in known:
@@ -149,20 +153,22 @@ def nearest(word: str, known: Iterable[str], similar: float = 0) -> Meaning | No
             return meaning
     ratios = {name: difflib.SequenceMatcher(None, name, key).ratio() for name in names}
     best = max(ratios, key=lambda name: ratios[name], default="")  # of equal ones, the first
-    least = similar or (SIMILAR if best[:1] == key[:1] else OTHER_INITIAL)
+    least = SIMILAR if best[:1] == key[:1] else OTHER_INITIAL
     return Meaning(names[best]) if best and ratios[best] >= least else None
 
 
-def meant(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a suggestion for an unknown `word`, by the meaning that `nearest` returns.
+def unknown(
+    what: str, word: str, known: Iterable[str], otherwise: str = "choose one of them"
+) -> ConfigError:
+    """Return the error `what` about a `word` that is none of the `known` ones.
 
-    If there is none, return `otherwise`, or all known words if that is empty.
+    It suggests the meaning of the word that `nearest` returns. If there is none, it says
+    `otherwise`.
     """
-    known = list(known)
-    meaning = nearest(word, known)
-    if meaning:
-        return suggestion(meaning.ours, meaning.note)
-    return otherwise or f"choose one of: {', '.join(known)}"
+    names = [*known]
+    meaning = nearest(word, names)
+    do = suggestion(*meaning) if meaning else otherwise
+    return ConfigError(what, f"known: {listed(names, MAX_LISTED)}", do)
 
 
 def suggestion(name: str, note: str = "") -> str:

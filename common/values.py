@@ -20,10 +20,10 @@ from common.errors import ConfigError
 from common.gpu_kinds import KINDS, kind_in
 
 Value = TypeVar("Value")
-NUMBER = re.compile(r"([+-]?(?:\d{1,30}(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3})?)([kmbt]?)", re.I | re.A)
+DIGITS = r"(?:\d{1,30}(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,3})?"
+NUMBER = re.compile(rf"([+-]?{DIGITS})([kmbt]?)", re.I | re.A)
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-KIBI = 1024  # the k of a length: 8k tokens are 8,192
-DURATION = re.compile(r"(.*?)\s*(s|sec|m|min|h|d)", re.I)
+DURATION = re.compile(rf"({DIGITS})\s*(s|sec|m|min|h|d)?", re.I | re.A)
 SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -46,29 +46,25 @@ def spelled_as(text: str, known: Collection[str]) -> str:
     return same[0] if len(same) == 1 else text
 
 
-def _decimal(text: str, kilo: int = 1000) -> Decimal | None:
-    """Return the number in `text`, such as 5, 1e9, 8k or 1.5T, None if there is none."""
-    match = NUMBER.fullmatch(text.strip())
-    if not match:
-        return None
-    suffix = match[2].lower()
-    return Decimal(match[1]) * (kilo if suffix == "k" else FACTORS[suffix])
+def _decimal(
+    text: str, kind: str, is_valid: Callable[[Decimal], bool], kilo: int = 1000
+) -> Decimal:
+    """Return the number in `text`, such as 5, 1e9, 8k or 1.5T. `kind`: its name in the error."""
+    if match := NUMBER.fullmatch(text.strip()):
+        value = Decimal(match[1]) * (FACTORS | {"k": kilo})[match[2].lower()]
+        if math.isfinite(value) and is_valid(value):
+            return value
+    raise argparse.ArgumentTypeError(f"'{text}' is not {kind}")
 
 
 def number(text: str) -> float:
     """Parse a number, such as 0.5, 405e9, 8B or 1T."""
-    value = _decimal(text)
-    if value is None or not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number")
-    return float(value)
+    return float(_decimal(text, "a number", lambda value: True))
 
 
 def amount(text: str) -> float:
     """Parse a positive number, such as 405e9 or 1T."""
-    value = _decimal(text)
-    if value is None or not 0 < float(value) < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
-    return float(value)
+    return float(_decimal(text, "a positive number", lambda value: value > 0))
 
 
 def whole_number(low: int, high: int | None = None, kilo: int = 1000) -> Callable[[str], int]:
@@ -76,26 +72,16 @@ def whole_number(low: int, high: int | None = None, kilo: int = 1000) -> Callabl
 
     `kilo`: value of the suffix k.
     """
+    limits = f"of at least {low}" if high is None else f"from {low} to {high}"
 
-    def parse(text: str) -> int:
-        value = _decimal(text, kilo)
-        largest = high or math.inf
-        if value is None or value != value.to_integral_value() or not low <= value <= largest:
-            limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number {limits}")
-        return int(value)
+    def is_valid(value: Decimal) -> bool:
+        return value == value.to_integral_value() and low <= value <= (high or math.inf)
 
-    return parse
+    return lambda text: int(_decimal(text, f"a whole number {limits}", is_valid, kilo))
 
 
-def count(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    return whole_number(1)(text)
-
-
-def length(text: str) -> int:
-    """Parse a number of tokens of a sequence. 8k is 8192."""
-    return whole_number(1, kilo=KIBI)(text)
+count = whole_number(1)
+length = whole_number(1, kilo=1024)  # number of tokens of a sequence: 8k is 8,192
 
 
 def number_between(
@@ -118,11 +104,10 @@ def seconds(text: str, unit: str = "s") -> float:
     `unit`: that of a number without one.
     """
     match = DURATION.fullmatch(text.strip())
-    digits, named = match.groups() if match else (text, unit)
-    value = _decimal(digits)
-    if value is None or not re.search(r"\d$|\.$", digits) or not 0 < float(value) < math.inf:
+    value = float(match[1]) if match else 0
+    if not match or not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is not a duration such as 90s, 5m or 2h")
-    return float(value) * SECONDS[named.lower()]
+    return value * SECONDS[(match[2] or unit).lower()]
 
 
 def minutes(text: str) -> float:

@@ -8,7 +8,6 @@ be imported with the standard library alone.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import re
 import shlex
@@ -32,11 +31,9 @@ from common.errors import ConfigError
 from common.machine.hardware import config_names
 from common.paths import ROOT
 from common.repository import changes_of, commit_of
-from common.suggestions import nearest
+from common.suggestions import nearest, suggestion
 from launch import variables
 from launch.environment import ALL, CLI, LOGS
-
-PACKAGE = "mlperf-llama-training"
 
 # Whether the name of a benchmark goes with a command. ALWAYS: the command needs one.
 NEVER = "never"
@@ -51,9 +48,8 @@ PARSER_IN_MAIN = ("launch.preflight", "throughput", "system_tuning")
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its line in --help, and the module that executes it."""
+    """The module that executes a command, and what it needs."""
 
-    about: str
     module: str  # IN_BENCHMARK, or the name of a module
     benchmark: str = NEVER  # NEVER, MAY or ALWAYS
     needs: str = ALL  # requirements file that the command needs; "" for none
@@ -61,71 +57,29 @@ class Command:
     stray: str = ""  # option that words without a benchmark are meant for
 
 
-COMMANDS = {
-    "run": Command(
-        "train to the target, then check the log (default)", "launch.run_command", ALWAYS
-    ),
-    "prepare": Command("fetch, convert or verify data and weights", IN_BENCHMARK, ALWAYS),
-    "bench": Command("measure training throughput on synthetic tokens", "launch.bench", ALWAYS),
-    "profile": Command(
-        "profile training steps: kernel times or GPU memory", "launch.profile", ALWAYS
-    ),
-    "tune": Command("search for the fastest config on this machine", "launch.tune.command", ALWAYS),
-    "gemms": Command(
-        "record, tune and check GEMM solutions of AMD's libraries",
-        "throughput.gemm_tuning.cli",
-        ALWAYS,
-    ),
-    "eval": Command("evaluate a trained model on token files", IN_BENCHMARK, ALWAYS),
-    "generate": Command("let a trained model continue text", IN_BENCHMARK, ALWAYS),
-    "export": Command("write a checkpoint as Hugging Face weights", IN_BENCHMARK, ALWAYS),
-    "merge": Command("merge trained adapters into the base weights", IN_BENCHMARK, ALWAYS),
-    "plan": Command(
-        "calculate memory and time of a config or model (needs no GPU)",
-        "launch.plan.command",
-        MAY,
-        "",
-        stray="--model",
-    ),
-    "preflight": Command(
-        "check that this machine is ready for a run", "launch.preflight", MAY, stray="--nodes"
-    ),
-    "throughput": Command(
-        "measure matrix products and training steps of many models", "throughput"
-    ),
-    "system-tuning": Command(
-        "check, apply or revert operating system settings", "system_tuning", NEVER, ""
-    ),
-    "check": Command(
-        "check logs with the MLCommons checker and additional rules",
-        "submission.check",
-        NEVER,
-        LOGS,
-    ),
-    "runs": Command(
-        "list all runs in LOGDIR and how they ended, or show a series",
-        "submission.run_list",
-        NEVER,
-        LOGS,
-        bare_with="series",
-    ),
-    "report": Command("write the HTML report of a run or series", "submission.report"),
-    "score": Command(
-        "score a series and test it against the reference convergence points",
-        "submission.score",
-        NEVER,
-        LOGS,
-    ),
-    "describe": Command(
-        "write the system description of this machine", "submission.describe", NEVER, LOGS
-    ),
-    "package": Command("assemble and check a submission", "submission.package", NEVER, LOGS),
-    "setup": Command(
-        "install the Python packages, also for another machine", "launch.setup", NEVER, ""
-    ),
-    "completion": Command(
-        "print the completion script for bash or zsh", "launch.completion", NEVER, CLI
-    ),
+COMMANDS = {  # overview.txt describes them
+    "run": Command("launch.run_command", ALWAYS),
+    "prepare": Command(IN_BENCHMARK, ALWAYS),
+    "bench": Command("launch.bench", ALWAYS),
+    "profile": Command("launch.profile", ALWAYS),
+    "tune": Command("launch.tune.command", ALWAYS),
+    "gemms": Command("throughput.gemm_tuning.cli", ALWAYS),
+    "eval": Command(IN_BENCHMARK, ALWAYS),
+    "generate": Command(IN_BENCHMARK, ALWAYS),
+    "export": Command(IN_BENCHMARK, ALWAYS),
+    "merge": Command(IN_BENCHMARK, ALWAYS),
+    "plan": Command("launch.plan.command", MAY, needs="", stray="--model"),
+    "preflight": Command("launch.preflight", MAY, stray="--nodes"),
+    "throughput": Command("throughput"),
+    "system-tuning": Command("system_tuning", needs=""),
+    "check": Command("submission.check", needs=LOGS),
+    "runs": Command("submission.run_list", needs=LOGS, bare_with="series"),
+    "report": Command("submission.report"),
+    "score": Command("submission.score", needs=LOGS),
+    "describe": Command("submission.describe", needs=LOGS),
+    "package": Command("submission.package", needs=LOGS),
+    "setup": Command("launch.setup", needs=""),
+    "completion": Command("launch.completion", needs=CLI),
 }
 
 # Former words that still work -> words that they stand for.
@@ -137,6 +91,7 @@ ALIASES = {
 OF_RUNS = ("runs", "check", "report", "score", "package")
 
 QUOTES = "\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f"
+ALL_COMMANDS = f"{PROGRAM} --help lists the commands"
 OVERVIEW = Path(__file__).with_name("overview.txt")  # text that --help prints
 
 
@@ -151,6 +106,9 @@ def read(arguments: list[str]) -> tuple[str, list[str], bool]:
     words: list[str] = []
     asks_for_help = False
     for word in arguments:
+        name, equals, _ = word.partition("=")
+        if equals and name in EVERYWHERE:
+            raise ConfigError(f"{name} takes no value: {word}", "it is a switch", f"write {name}")
         if word in SWITCHES:
             os.environ[SWITCHES[word]] = "1"
         elif word == "help" and len(words) < 2:
@@ -205,12 +163,10 @@ def _module_of(name: str, benchmark: str) -> str:
 
 def _command_of_others(benchmark: str, name: str) -> ConfigError:
     """Return the error for a command that exists only for other benchmarks."""
-    owners = [each for each in benchmarks.names() if has_command(each, name)]
-    what = f"{benchmark} has no command {name}"
-    if not owners:
-        return ConfigError(what, f"{name} belongs to no benchmark here", f"{PROGRAM} --help")
+    owners = owners_of(name)
     lines = [f"{PROGRAM} {owner} {name} ..." for owner in owners]
-    return ConfigError(what, f"{name} belongs to {', '.join(owners)}", " or ".join(lines))
+    why = f"{name} belongs to {', '.join(owners)}"
+    return ConfigError(f"{benchmark} has no command {name}", why, " or ".join(lines))
 
 
 def _option_of_other_form(
@@ -251,9 +207,7 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
     """
     if not words:
         raise ConfigError(
-            "no benchmark or command given",
-            f"benchmarks: {', '.join(known)}",
-            f"{PROGRAM} --help lists the commands",
+            "no benchmark or command given", f"benchmarks: {', '.join(known)}", ALL_COMMANDS
         )
     if not all(word.strip() for word in words[: 1 + (words[0] in known)]):
         raise ConfigError(
@@ -263,29 +217,26 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
         )
     _require_no_variable(words)
     first, *rest = words
+    if first.startswith("-"):
+        raise _early_option(words, known)
     second = rest[0] if rest and not rest[0].startswith("-") else ""
-    if first in known:
-        benchmark = first
+    named = [word for word in (first, second) if word in known]
+    benchmark = named[0] if named else ""
+    name = first
+    if first == benchmark:
         name = second or "run"
-    elif first in COMMANDS:
-        name = first
-        benchmark = second if COMMANDS[name].benchmark != NEVER and second in known else ""
-        if COMMANDS[name].benchmark == MAY and second and not benchmark:
-            raise _missing_benchmark(name, rest, known)
-    else:
-        raise _unknown_first(words, known)
     if name not in COMMANDS:
-        raise _unknown_command(name, benchmark)
-    if benchmark and COMMANDS[name].benchmark == NEVER:
-        raise _unwanted_benchmark(name, benchmark, rest[1:])
-    if COMMANDS[name].benchmark == ALWAYS and not benchmark:
-        asks_for_help = not second and {"-h", "--help"} & {*rest}
-        if not asks_for_help:
-            raise _missing_benchmark(name, rest, known)
-        benchmark = _example([each for each in known if has_command(each, name)])
-    if benchmark and second:  # both the first and the second word were read
-        rest = rest[1:]
-    return benchmark, name, rest
+        raise _unknown_word(name, benchmark if first == benchmark else "")
+    takes = COMMANDS[name].benchmark
+    if takes == NEVER:
+        if first == benchmark:
+            raise _unwanted_benchmark(name, benchmark, rest[1:])
+        return "", name, rest
+    if not benchmark and takes == ALWAYS and not second and {"-h", "--help"} & {*rest}:
+        return _example(owners_of(name)), name, rest
+    if not benchmark and (takes == ALWAYS or second):
+        raise _missing_benchmark(name, rest)
+    return benchmark, name, rest[1:] if second and benchmark else rest
 
 
 def _require_no_variable(words: list[str]) -> None:
@@ -300,30 +251,45 @@ def _require_no_variable(words: list[str]) -> None:
             )
 
 
-def _unknown_command(name: str, benchmark: str) -> ConfigError:
-    """Return the error for a word after `benchmark` that is not a command."""
-    do = f"choose one of: {', '.join(commands_of(benchmark))}"
-    if name in benchmarks.names():
-        do = f"name one benchmark: {PROGRAM} {name}"
-    elif name.endswith(".toml"):
-        do = _with_config(name, benchmark)
-    elif meaning := nearest(name, [each for each in COMMANDS if has_command(benchmark, each)]):
-        do = f"did you mean {PROGRAM} {_words_of(meaning.ours, benchmark)}?"
-    return ConfigError(f"unknown command: {name!r}", f"{benchmark} has no such command", do)
+def _early_option(words: list[str], known: Sequence[str]) -> ConfigError:
+    """Return the error for a command line that begins with an option."""
+    first = words[0]
+    if meaning := nearest(first.partition("=")[0], EVERYWHERE):
+        do = f"did you mean {meaning.ours}?"
+        return ConfigError(f"unknown option: {first!r}", "it precedes all words", do)
+    named = [word for word in words if word in known or word in COMMANDS][:1]
+    others = [word for word in words if word not in named]
+    do = shlex.join([PROGRAM, *named, *others]) if named else ALL_COMMANDS
+    what = f"{first} comes before the benchmark or command"
+    return ConfigError(what, "options come after both", do)
 
 
-def _with_config(path: str, benchmark: str = "") -> str:
-    """Return the advice to name the config `path` by --config.
+def _unknown_word(word: str, benchmark: str) -> ConfigError:
+    """Return the error for a word that is neither a benchmark nor a command.
 
-    Without a `benchmark`, it is the one whose folder of configs/ holds the file, or else the one
-    without such a folder.
+    `benchmark`: the word before it, "" if it is the first one.
     """
-    folder = Path(path).parent.name
     known = benchmarks.names()
-    own = (
-        folder if folder in known else next(each for each in known if not config_names(ROOT, each))
-    )
-    return f"did you mean {PROGRAM} {benchmark or own} --config {path}?"
+    if benchmark:
+        what = f"unknown command: {word!r}"
+        why = f"{benchmark} has no such command"
+        do = f"choose one of: {', '.join(commands_of(benchmark))}"
+        meant = [name for name in COMMANDS if has_command(benchmark, name)]
+    else:
+        what = f"unknown benchmark or command: {word!r}"
+        why = f"benchmarks: {', '.join(known)}"
+        do = ALL_COMMANDS
+        meant = [*known, *COMMANDS, *EVERYWHERE]
+    if word in known:
+        do = f"name one benchmark: {PROGRAM} {word}"
+    elif word.endswith(".toml"):
+        # The benchmark whose folder of configs/ has the file, or else the one without such a folder
+        owners = [name for name in known if name == Path(word).parent.name]
+        owners += [name for name in known if not config_names(ROOT, name)]
+        do = f"did you mean {PROGRAM} {benchmark or owners[0]} --config {word}?"
+    elif meaning := nearest(word, meant):
+        do = suggestion(f"{PROGRAM} {_words_of(meaning.ours, benchmark)}", meaning.note)
+    return ConfigError(what, why, do)
 
 
 def _unwanted_benchmark(name: str, benchmark: str, arguments: list[str]) -> ConfigError:
@@ -331,55 +297,33 @@ def _unwanted_benchmark(name: str, benchmark: str, arguments: list[str]) -> Conf
 
     `arguments`: the words after the command.
     """
-    words = [PROGRAM, name, *arguments]
-    why = COMMANDS[name].about
+    words = [_words_of(name, benchmark)]
+    why = "it does the same for all benchmarks"
     if name in OF_RUNS:
         why = f"{name} finds the benchmark in the logs"
-        if not arguments:
-            words.append(f"results/{benchmark}")
-    return ConfigError(f"{name} does not accept a benchmark", why, " ".join(words))
+    if arguments:
+        words = [name, *arguments]
+    line = " ".join([PROGRAM, *words])
+    return ConfigError(f"{name} does not accept a benchmark", why, line)
 
 
-def _missing_benchmark(name: str, words: list[str], known: Sequence[str]) -> ConfigError:
+def _missing_benchmark(name: str, words: list[str]) -> ConfigError:
     """Return the error for a command without a known benchmark. `words`: those after it."""
-    owners = [each for each in known if has_command(each, name)]
+    owners = owners_of(name)
     why = f"benchmarks: {', '.join(owners)}"
+    line = shlex.join([PROGRAM, _example(owners), name, *words])
     if not words or words[0].startswith("-"):
-        line = shlex.join([PROGRAM, _example(owners), name, *words])
         return ConfigError(f"{name} needs a benchmark", why, line)
-    meaning = nearest(words[0], owners)
-    do = f"did you mean {shlex.join([PROGRAM, _example(owners), name, *words])}?"
-    if meaning:
-        do = f"did you mean {PROGRAM} {meaning.ours} {name}?"
+    if meaning := nearest(words[0], owners):
+        line = f"{PROGRAM} {meaning.ours} {name}"
     elif option := COMMANDS[name].stray:
-        do = f"did you mean {PROGRAM} {name} {option} {shlex.quote(','.join(words))}?"
-    return ConfigError(f"unknown benchmark: {words[0]!r}", why, do)
+        line = f"{PROGRAM} {name} {option} {shlex.quote(','.join(words))}"
+    return ConfigError(f"unknown benchmark: {words[0]!r}", why, f"did you mean {line}?")
 
 
-def _unknown_first(words: list[str], known: Sequence[str]) -> ConfigError:
-    """Return the error for a command line whose first word is neither a benchmark nor a command."""
-    first = words[0]
-    all_commands = f"{PROGRAM} --help lists the commands"
-    if first.startswith("-"):
-        meaning = nearest(first.partition("=")[0], EVERYWHERE)
-        if meaning:
-            do = f"did you mean {meaning.ours}?"
-            if "=" in first and meaning.ours in first:
-                do = f"write {meaning.ours} without a value"
-            return ConfigError(f"unknown option: {first!r}", "it precedes all words", do)
-        named = [word for word in words if word in known or word in COMMANDS]
-        others = [word for word in words if word not in named[:1]]
-        do = shlex.join([PROGRAM, *named[:1], *others]) if named else all_commands
-        what = f"{first} comes before the benchmark or command"
-        return ConfigError(what, "options come after both", do)
-    meaning = nearest(first, [*known, *COMMANDS, *EVERYWHERE])
-    do = all_commands
-    if first.endswith(".toml"):
-        do = _with_config(first)
-    elif meaning:
-        do = f"did you mean {PROGRAM} {_words_of(meaning.ours)}?"
-    why = f"benchmarks: {', '.join(known)}"
-    return ConfigError(f"unknown benchmark or command: {first!r}", why, do)
+def owners_of(name: str) -> list[str]:
+    """Return the benchmarks that have the command `name`."""
+    return [benchmark for benchmark in benchmarks.names() if has_command(benchmark, name)]
 
 
 def _example(known: Sequence[str]) -> str:
@@ -394,10 +338,10 @@ def _words_of(name: str, benchmark: str = "") -> str:
         return name
     if name in OF_RUNS:
         return f"{name} results/{benchmark}" if benchmark else name
-    if COMMANDS[name].benchmark == NEVER or (COMMANDS[name].benchmark == MAY and not benchmark):
+    takes = COMMANDS[name].benchmark
+    if takes == NEVER or (takes == MAY and not benchmark):
         return name
-    owners = [each for each in benchmarks.names() if has_command(each, name)]
-    named = benchmark or _example(owners)
+    named = benchmark or _example(owners_of(name))
     return named if name == "run" else f"{named} {name}"
 
 
@@ -422,34 +366,18 @@ def parser_of(name: str, benchmark: str) -> Parser:
 def overview() -> str:
     """Return the text of --help, folded to the width of the terminal."""
     width = help_width()
-    lists = {}
-    for kind in (ALWAYS, MAY, NEVER):
-        rows = []
-        for name, command in COMMANDS.items():
-            if command.benchmark != kind:
-                continue
-            row = textwrap.fill(
-                command.about,
-                width,
-                initial_indent=f"  {name:<15}",
-                subsequent_indent=" " * 17,
-                break_on_hyphens=False,
-            )
-            rows.append(row)
-        lists[kind] = "\n".join(rows)
-    text = OVERVIEW.read_text().format(benchmarks=", ".join(benchmarks.names()), **lists)
-    return reflow(text, width)
+    text = OVERVIEW.read_text().format(benchmarks=", ".join(benchmarks.names()))
+    lines = text.splitlines()
+    for index, line in enumerate(lines):
+        if re.match(r"  [\w-]+  ", line):  # a name and what it does
+            indent = " " * 17
+            lines[index] = textwrap.fill(line, width, subsequent_indent=indent)
+    return reflow("\n".join(lines), width)
 
 
 def version() -> str:
-    """Return the program's name and version, followed by the commit in a git repository.
-
-    Name and version come from pyproject.toml, or else from the installed package.
-    """
-    try:
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    except FileNotFoundError:
-        project = {"name": PACKAGE, "version": importlib.metadata.version(PACKAGE)}
+    """Return the program's name and version, followed by the commit in a git repository."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     commit = commit_of(ROOT)
     text = f"{project['name']} {project['version']}"
     if commit:

@@ -16,7 +16,7 @@ from typing import Any
 from common import benchmarks
 from common.command_line import Parser, program
 from common.values import existing_path
-from launch.cli import ALWAYS, COMMANDS, NEVER, commands_of, has_command, parser_of
+from launch.cli import ALWAYS, COMMANDS, NEVER, commands_of, owners_of, parser_of
 
 PROGRAM = "run_and_time.sh"
 FILES = ("FILE", "DIR", "LOG_OR_FOLDER")  # metavars of arguments that are paths
@@ -55,32 +55,35 @@ def command_tree() -> argparse.ArgumentParser:
     """Return a parser of every command line, with a benchmark before or after its command."""
     root = argparse.ArgumentParser(PROGRAM, description="MLPerf Training of Llama models")
     first = root.add_subparsers()
-    known = benchmarks.names()
-    for benchmark in known:
+    for benchmark in benchmarks.names():
         default = _add(first, benchmark, parser_of("run", benchmark))
         commands = default.add_subparsers()
         for name in commands_of(benchmark):
             _add(commands, name, parser_of(name, benchmark))
     for name, command in COMMANDS.items():
-        needs_benchmark = command.benchmark == ALWAYS
-        without = _add(first, name, None if needs_benchmark else parser_of(name, ""))
+        owners = owners_of(name)
+        if command.benchmark == ALWAYS:
+            without = first.add_parser(name, help=_about(parser_of(name, owners[0])))
+        else:
+            without = _add(first, name, parser_of(name, ""))
         if command.benchmark == NEVER:
             continue
         second = without.add_subparsers()
-        for benchmark in known:
-            if has_command(benchmark, name):
-                _add(second, benchmark, parser_of(name, benchmark))
+        for benchmark in owners:
+            _add(second, benchmark, parser_of(name, benchmark))
     return root
 
 
+def _about(parser: argparse.ArgumentParser) -> str:
+    """Return the first line of a parser's description."""
+    return (parser.description or "").strip().partition("\n")[0]
+
+
 def _add(
-    words: argparse._SubParsersAction, word: str, parser: argparse.ArgumentParser | None
+    words: argparse._SubParsersAction, word: str, parser: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
     """Add `word` with the arguments of `parser`, and return the new parser."""
-    about = COMMANDS[word].about if word in COMMANDS else word
-    if parser is None:
-        return words.add_parser(word, help=about)
-    added = words.add_parser(word, parents=[parser], add_help=False, help=about)
+    added = words.add_parser(word, parents=[parser], add_help=False, help=_about(parser))
     for action in list(added._actions):
         _set_values(action)
     return added
@@ -88,6 +91,8 @@ def _add(
 
 def _set_values(action: argparse.Action) -> None:
     """Tell shtab how to complete the values of `action`, and of the parsers below it."""
+    import shtab
+
     if isinstance(action, argparse._SubParsersAction):
         for parser in action.choices.values():
             for each in parser._actions:
@@ -95,21 +100,9 @@ def _set_values(action: argparse.Action) -> None:
     elif action.choices:
         action.choices = [str(choice) for choice in action.choices]
     elif words := getattr(action, "words", None):
-        _complete_with(action, _word_completion(words))
+        action.complete = _word_completion(words)  # type: ignore[attr-defined]
     elif action.type in (Path, existing_path) or action.metavar in FILES:
-        _complete_with(action, _file_completion())
-
-
-def _complete_with(action: argparse.Action, complete: Any) -> None:
-    """Set how shtab completes the value of `action`. shtab reads this attribute."""
-    action.complete = complete  # type: ignore[attr-defined]
-
-
-def _file_completion() -> Any:
-    """Return shtab's marker for arguments that are completed with names of files."""
-    import shtab
-
-    return shtab.FILE
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
 
 
 def _word_completion(words: Sequence[str]) -> dict[str, Any]:

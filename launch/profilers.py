@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import ConfigError, PreflightError
-from common.suggestions import meant
+from common.suggestions import unknown
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,7 @@ def require(request: str, ranks: int, installed: bool = True) -> None:
             "close the quote",
         ) from None
     if name not in TOOLS:
-        raise ConfigError(
-            f"--with {name}: unknown profiler",
-            "docs/profile.md lists the profilers",
-            meant(name, TOOLS),
-        )
+        raise unknown(f"--with {name}: unknown profiler", name, TOOLS)
     if TOOLS[name].one_rank and ranks > 1:
         why = (
             "it runs each kernel several times, and a repeated NCCL kernel waits for the other "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 
 from common.command_line import PROGRAM
 from common.errors import ConfigError
@@ -25,6 +25,7 @@ KNOWN = [
     for name, variable in TABLE.items()
     if variable.set_by in ("user", CONFIG) and not variable.is_prefix
 ]
+LETTERS = {plain(name): name for name in KNOWN}
 SHORT = 6  # letters below which a name that differs by one letter may be another word
 # Variables that choose what is run, and those that only the log of a run has.
 CHOOSING = ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "MODEL", "NEXP", "SEED")
@@ -67,18 +68,13 @@ def _similar(name: str) -> str:
 
     A name that begins like ours may differ more.
     """
+    if OURS.match(name):
+        meaning = nearest(name, KNOWN)
+        return meaning.ours if meaning else ""
     letters = plain(name)
-    in_order = sorted(letters)
-    matcher = SequenceMatcher(None, "", letters)
-    for known in KNOWN:
-        same = plain(known)
-        if in_order == sorted(same):
-            return known
-        matcher.set_seq1(same)
-        least = 1 - 1 / len(same)  # one letter too few, too many or wrong
-        # Upper bounds come first: the ratio itself takes most of the time of a command's check.
-        bounds = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)
-        if len(same) >= SHORT and all(bound() >= least for bound in bounds):
-            return known
-    meaning = nearest(name, KNOWN) if OURS.match(name) else None
-    return meaning.ours if meaning else ""
+    size = len(letters)
+    near = [known for known in LETTERS if sorted(known) == sorted(letters)]
+    if not near and size > 1:  # one letter too few, too many or wrong
+        long = [known for known in LETTERS if len(known) >= SHORT and abs(len(known) - size) <= 1]
+        near = get_close_matches(letters, long, 1, (size - 1) / size)
+    return LETTERS[near[0]] if near else ""

@@ -381,7 +381,7 @@ def misnamed_disclosure(log: Log, rules: Rules) -> Violations:
     for key, events in log.by_key.items():
         if key in DISCLOSURE_KEYS:
             continue
-        if similar := nearest(key, missing, 0.8):
+        if similar := nearest(key, missing):
             message = f"{key} is not a key of 6.1.0; did you mean {similar.ours}, which is missing?"
             yield events[0].line, message
 

@@ -6,12 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from common.command_line import Parser, pairs_of
-from common.errors import ConfigError, listed
-from common.suggestions import meant
+from common.suggestions import unknown
 from common.training.arguments import runs_in
 from common.values import path
-
-MAX_LISTED = 8  # names that an error lists
 
 
 def runs_folder(text: str) -> Path:
@@ -42,9 +39,5 @@ def parse_pairs(
     values = pairs_of(flag, texts, form)
     for name, value in values.items():
         if name not in known:
-            raise ConfigError(
-                f"{flag} {name}={value}: unknown name {name!r}",
-                f"known names: {listed(known, MAX_LISTED)}",
-                meant(name, known, "use one of the known names"),
-            )
+            raise unknown(f"{flag} {name}={value}: unknown name {name!r}", name, known)
     return values

@@ -11,7 +11,7 @@ from common.command_line import PROGRAM
 from common.errors import ConfigError
 from common.records import published
 from common.records.published import Published
-from common.suggestions import meant
+from common.suggestions import unknown
 from common.text_tables import number
 from common.values import gpu_kind
 from submission.options import runs_folder
@@ -135,12 +135,7 @@ def listed(gpu: str) -> list[Published]:
     """
     kind = gpu_kind(gpu)
     if kind and kind not in GPUS:
-        names = sorted(GPUS)
-        raise ConfigError(
-            f"no published result for {gpu!r}",
-            f"there are results for {', '.join(names)}",
-            meant(gpu, names, "choose one of these"),
-        )
+        raise unknown(f"no published result for {gpu!r}", gpu, sorted(GPUS))
     rows = [row for row in published.RESULTS if kind in ("", row.gpu)]
     return sorted(rows, key=lambda row: (row.benchmark, row.gpu or "", row.gpus or 0, row.rank))
 

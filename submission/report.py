@@ -95,6 +95,11 @@ def _report(options: argparse.Namespace) -> None:
             "it selects the series of one page",
             "name one LOGDIR/<benchmark>, or leave out --series",
         )
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        names = ", ".join(map(str, options.directories))
+        raise ConfigError(
+            f"a run is named twice: {names}", "a comparison needs different runs", "name each once"
+        )
     if options.export:
         for folder in folders:
             tracking.export(folder, options.export)

@@ -4,7 +4,7 @@ import pytest
 
 from common.benchmarks import config_keys, names
 from common.engines import ENGINES
-from common.suggestions import ENTRIES, meant, nearest
+from common.suggestions import ENTRIES, nearest, unknown
 from common.variables import TABLE
 from launch import cli
 from launch.profilers import TOOLS
@@ -48,8 +48,8 @@ def test_nothing_is_suggested_for_another_word(word, known):
 
 
 def test_a_number_of_another_unit_is_explained():
-    assert "steps x global_batch_size" in meant("max_steps", KEYS)
-    assert "epochs x" in meant("num_train_epochs", KEYS)
+    assert "steps x global_batch_size" in unknown("", "max_steps", KEYS).do
+    assert "epochs x" in unknown("", "num_train_epochs", KEYS).do
 
 
 def test_of_equally_similar_names_the_first_is_suggested():

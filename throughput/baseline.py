@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import CheckFailed, ConfigError, listed
+from common.errors import CheckFailed, listed
 from common.measure import published, report
 from common.measure.files import read_json, write_json
 from common.measure.tables import Section, Table
 from common.records.json_lines import is_number
-from common.suggestions import meant
+from common.suggestions import unknown
 from common.text_tables import number
 
 TOLERANCE = 0.03  # fraction below the baseline that passes, for rows without an entry in LIMITS
@@ -142,11 +142,8 @@ def find(name: str, tables: Iterable[Table]) -> Baseline:
         return known[name.lower()]
     names = [file.stem for file in measured.values()]
     names += [baseline.gpu for baseline in known.values()]
-    raise ConfigError(
-        f"unknown baseline --against {name}",
-        "it is neither a file nor a GPU kind with known numbers",
-        meant(name, sorted(names)),
-    )
+    do = "choose one of them, or a file of --save-baseline"
+    raise unknown(f"unknown baseline --against {name}", name, sorted(names), do)
 
 
 def read(path: Path) -> Baseline:

@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace, result: Result) -> None:
     known = SIZES | STAND_INS
     names = list(STAND_INS if options.device == "cpu" else SIZES)
     if options.model:
-        names = [shared_options.choose("--model", options.model, known)]
+        names = [options.model]
     for name in names:
         size = replace(known[name], sequence_length=options.seq or known[name].sequence_length)
         if options.sweep:

@@ -110,8 +110,9 @@ def gpt(parser: argparse.ArgumentParser) -> None:
 
 def _gpt_model(parser: argparse.ArgumentParser, text: str) -> None:
     """Add --model, a size of GPT. `text`: its help, with {} for the sizes."""
-    model = parser.add_argument("--model", metavar="NAME", help=text.format(", ".join(SIZES)))
-    complete(model, SIZES)
+    sizes = ", ".join(SIZES)
+    known = (*SIZES, *STAND_INS)
+    parser.add_argument("--model", choices=known, metavar="NAME", help=text.format(sizes))
 
 
 def scaling(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from common.model.shapes import TokenFlops
 from common.variables import Use, select
 from launch.processes.ranks import rank_environment
 from launch.processes.supervise import supervise
-from throughput import links, ranks, shared_options
+from throughput import links, ranks
 from throughput.gpt_sizes import SIZES, STAND_INS
 from throughput.memory import OUT_OF_MEMORY, ran_out_of_memory
 from throughput.result import Result
@@ -162,7 +162,7 @@ def request_for(options: argparse.Namespace, result: Result) -> tuple[str, Scali
     device = options.device
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
     known = SIZES | STAND_INS
-    model = shared_options.choose("--model", options.model or default_gpt(memory), known)
+    model = options.model or default_gpt(memory)
     gpt = replace(
         known[model],
         batch=options.batch or known[model].batch,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError
 from common.known_issues import installed
 from common.machine.hardware import Probe
 from common.machine.host import cpu_count
-from common.suggestions import meant
 from common.values import count
 from launch.torch_build import require_fitting_torch
 
@@ -146,15 +144,3 @@ def check_gpus(wanted: list[int], device: str, detected: Probe) -> None:
             f"this machine has {available} {kind}",
             f"use at most {available}",
         )
-
-
-def choose(option: str, value: str, known: Iterable[str]) -> str:
-    """Return `value`, the value of `option` (such as --model).
-
-    Raises ConfigError, with the list of known values, if it is not in `known`.
-    """
-    if value not in known:
-        raise ConfigError(
-            f"unknown {option} {value}", f"known: {', '.join(known)}", meant(value, known)
-        )
-    return value

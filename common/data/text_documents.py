@@ -105,6 +105,12 @@ def unreadable(path: Path, error: Exception) -> Exception:
     )
 
 
+NAME_KEY = (
+    "use prepare chat for conversations; otherwise give the key of the text with --key, or repair "
+    "the line"
+)
+
+
 def _not_utf8(place: str) -> DataError:
     why = "the text has another encoding"
     return DataError(f"{place}: not UTF-8", why, "convert it to UTF-8 first")
@@ -138,14 +144,13 @@ def text_of(record: Any, key: Key) -> str:
         raise DataError(
             f'no key "{key}"',
             f"it has {listed(record, 8) or 'no key'}",
-            "name the key that holds the text with --key, or repair the line; prepare chat"
-            " reads conversations",
+            NAME_KEY,
         )
     if not isinstance(text, str):
         raise DataError(
             f"{key} is {type(text).__name__}, not text",
             "a document must be a string",
-            "repair the line",
+            NAME_KEY,
         )
     try:
         text.encode()

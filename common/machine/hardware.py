@@ -18,7 +18,7 @@ from pathlib import Path
 from common.errors import ConfigError, PreflightError
 from common.gpu_kinds import CARD, DERIVED_SPEEDS, GIB, KINDS, GpuKind, kind_in
 from common.machine.gpu_stats import DriverError, ask_nvidia_smi, key_values, read_text
-from common.suggestions import meant, nearest
+from common.suggestions import nearest, unknown
 
 # PCI device ID -> product (pci.ids and libdrm's amdgpu.ids, vendor 1002), for drivers that report
 # no product name. VF: virtual function, as seen by a virtual machine. HF: a variant in some clouds.
@@ -120,11 +120,7 @@ def identify(gpus: Probe, override: str = "", forced: bool = False) -> GpuKind |
 def require_known(name: str) -> None:
     """Raise ConfigError if `name`, the value of GPU_KIND, is not in KINDS."""
     if name not in KINDS:
-        raise ConfigError(
-            f"GPU_KIND={name} is unknown",
-            f"the known kinds are {', '.join(KINDS)}",
-            meant(name, KINDS, "correct or unset GPU_KIND"),
-        )
+        raise unknown(f"GPU_KIND={name} is unknown", name, KINDS, "correct or unset GPU_KIND")
 
 
 def _kind_of(device: Device, gpus: Probe, override: str, forced: bool) -> GpuKind:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from common.errors import ConfigError, failure_of
 from common.model.shapes import LLAMA2_70B, LLAMA31_8B, ModelShape, RopeScaling
 from common.records.json_lines import is_number
-from common.suggestions import meant
+from common.suggestions import unknown
 from common.text_tables import number
 from common.values import path as path_of
 from common.values import spelled_as
@@ -159,17 +159,10 @@ def family_of(name_or_path: str) -> Family:
     if path.is_file():
         return _from_config(path)
     if path.suffix == ".json" or "/" in name_or_path:
-        raise ConfigError(
-            f"{path}: no such file",
-            f"a model is the path of a config.json, or one of {', '.join(FAMILIES)}",
-            meant(path.name, FAMILIES, "check the path, or download its config.json first"),
-        )
-    raise ConfigError(
-        f"unknown model {name_or_path!r}",
-        f"known models are {', '.join(FAMILIES)}",
-        meant(name_or_path, FAMILIES, "use one of these")
-        + " Or name a Hugging Face model's config.json",
-    )
+        do = "check the path, or download its config.json first"
+        raise unknown(f"{path}: no such file", path.name, FAMILIES, do)
+    do = "use one of them, or a Hugging Face model's config.json"
+    raise unknown(f"unknown model {name_or_path!r}", name_or_path, FAMILIES, do)
 
 
 def require_within_window(family: Family, sequence_length: int) -> None:

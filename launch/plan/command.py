@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from common.benchmarks import closed, config_keys, example_config
+from common.benchmarks import closed, config_keys, example_config, split
 from common.command_line import (
     PROGRAM,
     Parser,
@@ -39,7 +39,6 @@ from common.command_line import (
     exit_code_of,
     overrides_of,
     refuse_without,
-    split_benchmark,
 )
 from common.config import ANY_GPU
 from common.errors import ConfigError, OutOfMemory, write_text
@@ -258,8 +257,8 @@ def _require_consistent(options: argparse.Namespace) -> None:
         raise ConfigError(
             "--model is required",
             "plan without a benchmark needs the shape of a model",
-            f"add --model NAME, one of {', '.join(FAMILIES)}, or a config.json; or name a "
-            f"benchmark, as in {PROGRAM} {closed()[-1]} plan",
+            f"add --model, such as {next(iter(FAMILIES))}, or name a benchmark: {PROGRAM} "
+            f"{closed()[-1]} plan",
         )
     if options.scaling and options.gpu not in (None, options.scaling):
         raise ConfigError(
@@ -300,6 +299,8 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
     lines = describe(plan, saving_keys(config, plan.work, kind) if kind else ())
     if choice.source == FITTED:
         lines.insert(1, FITTED_NOTE)
+    if options.gpu and not options.config:
+        lines.append(f"DGXSYSTEM={choice.stem} names this config. A run on these GPUs chooses it.")
     if options.write:
         _write_config(options.write, benchmark, choice, request.overrides)
         inform(f"wrote      {options.write}")
@@ -335,7 +336,15 @@ def _choice(request: Request, gpu: str | None) -> tuple[Choice | None, Machine]:
     if not machine.gpus and (name := gpu or machine.gpu_kind):
         require_known(name)
         kind = KINDS[name]
-        machine = Machine.imagined(kind, request.gpus or node_size(ROOT, kind))
+        size = node_size(ROOT, kind)
+        if request.gpus > MAX_GPUS:
+            system = f"{name}_{-(-request.gpus // size)}x{size}"
+            raise ConfigError(
+                f"{request.gpus} GPUs are several nodes",
+                f"a node has at most {MAX_GPUS}; DGXSYSTEM names the number of nodes",
+                f"DGXSYSTEM={system} {PROGRAM} {request.benchmark} plan",
+            )
+        machine = Machine.imagined(kind, request.gpus or size)
     if machine.kind or is_named:
         return choose(request, machine), machine
     if request.gpus:
@@ -532,5 +541,5 @@ def _show_mfu(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    given, rest = split_benchmark(sys.argv[1:])
+    given, rest = split(sys.argv[1:])
     sys.exit(exit_code_of(lambda: main(given, rest)))

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common import benchmarks, values
-from common.command_line import Parser, exit_code_of, refuse_without, split_benchmark
+from common.command_line import Parser, exit_code_of, refuse_without
 from common.config import RunConfig
 from common.errors import ConfigError, Interrupted, OutOfMemory, PreflightError
 from common.estimate.memory import host_bytes
@@ -49,7 +49,6 @@ from common.machine.hardware import Probe, node_size
 from common.machine.host import read_host
 from common.paths import ROOT
 from common.repository import commit_of
-from common.suggestions import meant
 from common.terminal import inform
 from common.values import number_between, of_variable, seconds
 from launch.job import Job, Node, directories
@@ -103,7 +102,7 @@ class PreflightRequest:
 
 def main(arguments: list[str]) -> int:
     """Check the machine, and return the exit code: 0, 18 if a row refuses, 2 for bad usage."""
-    return exit_code_of(lambda: examine(*split_benchmark(arguments)))
+    return exit_code_of(lambda: examine(*benchmarks.split(arguments)))
 
 
 def examine(benchmark: str, rest: list[str]) -> None:
@@ -181,17 +180,7 @@ def _add_node_options(parser: Parser) -> None:
 def check(
     options: argparse.Namespace, environment: Mapping[str, str]
 ) -> tuple[list[CheckRow], list[RankReport], dict]:
-    """Return all rows, the ranks' measurements, and what `preflight --nodes` compares.
-
-    Raise ConfigError for an unknown benchmark.
-    """
-    known = benchmarks.names()
-    if options.benchmark and options.benchmark not in known:
-        raise ConfigError(
-            f"unknown benchmark {options.benchmark}",
-            f"benchmarks: {', '.join(known)}",
-            meant(options.benchmark, known),
-        )
+    """Return all rows, the ranks' measurements, and what `preflight --nodes` compares."""
     wanted = Request.of(options.benchmark, options, environment)
     try:
         machine = Machine.of(environment, options.device, options.gpu_kind or "")

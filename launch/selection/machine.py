@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.estimate.links import NETWORK_GB_S
 from common.gpu_kinds import GIB, KINDS, GpuKind
 from common.machine.hardware import Device, Probe, identify, probe
-from common.suggestions import meant
+from common.suggestions import unknown
 from common.values import of_variable
 
 # Reason of an error if a GPU is needed and none is visible.
@@ -102,5 +102,4 @@ def add_gpu_kind_option(parser: argparse.ArgumentParser) -> None:
 
 def unknown_kind(name: str) -> ConfigError:
     """Return the error for a config whose `gpu` is not a known kind."""
-    why = "common/gpu_kinds.py has no GPU kind of this name"
-    return ConfigError(f"gpu = {name!r} is unknown", why, meant(name, KINDS))
+    return unknown(f"gpu = {name!r} is unknown", name, KINDS)

@@ -7,6 +7,7 @@ import pytest
 
 from common.command_line import PROGRAM
 from common.errors import ConfigError
+from common.training.arguments import runs_in
 from launch import cli
 
 pytestmark = pytest.mark.quick
@@ -23,7 +24,7 @@ TYPED = {
     "merge": "llama2_70b_lora merge",
     "chat": "open_llama generate",
     "--config x.toml llama31_8b": "llama31_8b --config x.toml",
-    "--quiet=1 llama31_8b": "without a value",
+    "--quiet=1 llama31_8b": "write --quiet",
     "llama31_8b --quiet=1": "--quiet",
     CONFIG: f"llama31_8b --config {CONFIG}",
     "open_llama/examples/x.toml": "open_llama --config open_llama/examples/x.toml",
@@ -61,8 +62,14 @@ TYPED = {
     "llama2_70b_lora --model x": "MODEL=x",
     "open_llama --model x": "--set model=x",
     "open_llama --optim muon": "AdamW",
+    "open_llama sft": "prepare chat",
+    "llama31_8b --weights x": "fine-tunes",
+    "llama2_70b_lora --weights x": "MODEL=x",
+    "open_llama prepare --input README.md": "before its options",
+    "throughput gpt --model tinny": "tiny",
+    "throughput scaling --model 71b": "7b",
     "llama31_8b --json": "--help",
-    "llama31_8b --set micro_batch_size 8": "KEY=VALUE",
+    "llama31_8b --set micro_batch_size 8": "--set micro_batch_size=VALUE",
     "llama31_8b --checkpoint -1s": "--checkpoint=",
     "llama31_8b --set micro_batch_size:8": "--set micro_batch_size=8",
     "llama31_8b run micro_batch_size=8": "--set micro_batch_size=8",
@@ -187,9 +194,9 @@ def test_a_benchmark_stands_for_its_runs(line, monkeypatch, tmp_path):
     name, word = line.split()
     options = vars(cli.parser_of(name, "").parse_args([word]))
     given = options.get("directory") or (options.get("directories") or options.get("paths"))[0]
-    assert given == tmp_path / word
+    assert runs_in(given) == tmp_path / word
     (tmp_path / "own" / word).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "own")  # a LOGDIR
     options = vars(cli.parser_of(name, "").parse_args([word]))
     given = options.get("directory") or (options.get("directories") or options.get("paths"))[0]
-    assert str(given) == word
+    assert str(runs_in(given)) == word

@@ -72,6 +72,7 @@ TYPOS = {
     "llama31_8b prepare": ("command", "--help"),
     "llama31_8b prepare fetsh --data-dir x": ("fetsh", "fetch"),
     "llama31_8b prepare verify --data-dir x --ful": ("--ful", "--full"),
+    "open_llama prepare text --input x --data-dir y": ("--tokenizer or", "prepare text --help"),
     "tuning aply": ("aply", "apply"),
     "system-tuning": ("command", "system-tuning --help"),
     "llama31_8b tuning": ("tuning", "system-tuning"),
@@ -182,6 +183,7 @@ def test_the_likely_meaning_comes_first(line, suggestion):
         ("llama31_8b fly", "generate"),  # a command of open_llama
         ("llama31_8b generat", "generate"),
         ("throughput gpt --gpus 2", "DGXNGPU"),  # which throughput does not read
+        ("throughput gpt --gpus 2", "--gpus"),  # an option of other measurements
         ("llama31_8b bench --steps x", "cannot be parsed"),
     ],
 )

@@ -356,7 +356,7 @@ REFUSED = [
     ),
     (
         *(NOTHING, {}, {"config": MI300X_FILE, "set": ["gpu=MI399X"]}),
-        *(ConfigError, "gpu = 'MI399X' is unknown", "MI3"),
+        *(ConfigError, "gpu = 'MI399X' is unknown", "choose one"),
     ),
 ]
 

@@ -746,6 +746,12 @@ def test_the_page_of_many_runs_has_a_name_that_a_file_may_have(two):
     assert [path.name for path in one.glob("compared_with_slower_and_0*_and_3_more.html")]
 
 
+def test_a_run_is_not_compared_with_itself(two, capsys):
+    one, other = two
+    assert report.main([str(one), str(other), str(one / "result.txt")]) == 2
+    assert "twice" in capsys.readouterr().err
+
+
 def test_series_is_refused_where_there_is_none_to_select(two, capsys):
     one, other = two
     assert report.main([str(one), "--series", "2026"]) == 2

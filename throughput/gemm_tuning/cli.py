@@ -70,7 +70,11 @@ def main(arguments: list[str]) -> int:
 def work(benchmark: str, *rest: str) -> int:
     options = parser(benchmark).parse_args(rest)
     if options.path is None and options.step != "check":
-        parser(benchmark).error(f"{options.step} needs the directory of the recorded GEMMs")
+        raise ConfigError(
+            f"{options.step} needs the directory of the recorded GEMMs",
+            "record writes them there, and tune reads them",
+            f"{PROGRAM} {benchmark} gemms {options.step} DIR",
+        )
     if options.out and options.step != "tune":
         parser(benchmark).error(f"argument --out: {options.step} writes no tuned file")
     machine = Machine.of(os.environ, options.device)

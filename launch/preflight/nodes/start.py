@@ -61,9 +61,10 @@ def node_names(text: str) -> list[str]:
                 timeout=CONNECT_S,
             ).stdout
         except (OSError, subprocess.SubprocessError) as error:
+            reason = "is not installed" if isinstance(error, FileNotFoundError) else error
             raise ConfigError(
                 f"--nodes {text!r} cannot be expanded",
-                f"scontrol, which expands a list of Slurm, failed: {error}",
+                f"scontrol, which expands a list of Slurm, {reason}",
                 "separate the hosts by commas",
             ) from None
     names = text.replace(",", " ").split()

@@ -805,6 +805,7 @@ def test_what_does_not_fit_is_said_without_keys_that_its_rules_refuse(example, c
             "MI300X",
         ),
         (["--config", "configs/llama31_8b/CPU_1x1.toml"], 0, ""),
+        (["--gpu", "MI325X", "--gpus", "16"], 2, "DGXSYSTEM=MI325X_2x8"),
     ],
 )
 def test_exit_codes_without_torch(arguments, code, said, tmp_path):
@@ -815,6 +816,12 @@ def test_exit_codes_without_torch(arguments, code, said, tmp_path):
         command_line, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60
     )
     assert done.returncode == code and said in done.stderr, done.stderr
+
+
+def test_the_config_of_other_gpus_is_named(capsys):
+    assert (
+        "DGXSYSTEM=MI325X_1x4 " in planned(capsys, PRETRAINING, "--gpu", "MI325X", "--gpus", "4")[1]
+    )
 
 
 def test_numbers_for_programs(capsys):

@@ -116,6 +116,14 @@ def test_hosts_that_are_no_hosts_are_refused(hosts):
 
 
 @pytest.mark.quick
+def test_a_list_of_slurm_needs_scontrol(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError) as caught:
+        start.node_names("gpu[01-04]")
+    assert "scontrol" in caught.value.why and "not installed" in caught.value.why
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(("option", "value"), [("--launcher", "ssh"), ("--deadline", "60")])
 def test_an_option_of_several_nodes_is_refused_for_one(option, value):
     with pytest.raises(ConfigError, match=f"{option} without --nodes"):

@@ -569,6 +569,12 @@ def test_record_tune_check_and_use_on_a_gpu(tmp_path):
     assert refused.returncode == 2 and "PT_VERSION was 1." in refused.stderr
 
 
+def test_record_and_tune_say_that_they_need_a_directory(capsys):
+    for step in ("record", "tune"):
+        assert cli.main(["llama31_8b", step]) == 2
+        assert f"gemms {step} DIR" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device", [[], ["--device", "cpu"]])
 def test_record_starts_no_bench_without_a_gpu(commands, tmp_path, monkeypatch, capsys, device):
     make_visible(monkeypatch, Probe("none"))
