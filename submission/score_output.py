@@ -144,8 +144,9 @@ def _role(run: Run, ten: TenRuns) -> str:
         return run.outcome
     if run in ten.counted:
         return ""
-    fastest = not ten.counted or (run.minutes or 0.0) <= (ten.counted[0].minutes or 0.0)
-    return "dropped: fastest" if fastest else "dropped: slowest"
+    converged = (each for each in ten.runs if each.converged)
+    fastest = min(converged, key=lambda each: each.minutes or 0.0)  # the first of equal ones
+    return "dropped: fastest" if run == fastest else "dropped: slowest"
 
 
 def score_lines(ten: TenRuns) -> list[str]:
