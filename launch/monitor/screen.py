@@ -1,8 +1,8 @@
 """Live display of a run.
 
-On a terminal, rich redraws a few lines. Elsewhere, a line is printed every minute. All values come
-from the run's files: events.jsonl, the heartbeat of rank 0, and gpu_samples.jsonl. The ranks'
-stderr passes through this process, so that their messages appear above the redrawn lines.
+On a terminal, rich redraws a few lines. Elsewhere, new numbers are printed once a minute. All
+values come from the run's files: events.jsonl, the heartbeat of rank 0, and gpu_samples.jsonl. The
+ranks' stderr passes through this process, so that their messages appear above the redrawn lines.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Screen:
         self.events = Tail(run_dir / EVENTS)
         self.samples = Tail(run_dir / GPU_SAMPLES)
         self.step: dict = {}
+        self.printed = self.step  # in the last progress line
         self.gpus: list[dict] = []
         self.losses: list[float] = []  # training loss of each step
         self.evaluations: list[dict] = []
@@ -154,8 +155,9 @@ class Screen:
             return
         if messages:
             print_stderr(*messages)
-        if self.step and time.monotonic() - self.shown > PLAIN_S:
+        if self.step is not self.printed and time.monotonic() - self.shown > PLAIN_S:
             self.shown = time.monotonic()
+            self.printed = self.step
             parts = [self.progress(), f"train loss {self.losses[-1]:.4f}", self.speed()]
             end = "gives up" if self.rules.target_loss else "ends"
             news.append(" · ".join([*parts, f"{end} in {self.time_to_limit()}"]))

@@ -615,7 +615,7 @@ def test_the_words_of_pip_go_to_a_file_and_after_a_failure_to_the_terminal(
     pip.code = 0
     environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines] == ["installing", "installed"]
+    assert [line.split()[0] for line in lines] == ["creating", "installing", "installed"]
     assert (tmp_path / ".venv" / environment.PIP_LOG).read_text() == "Collecting no-such-package\n"
 
 

@@ -249,6 +249,23 @@ def test_on_paper_a_chart_is_a_still_picture_on_white(opened, pages):
     color = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate(color) == "rgb(255, 255, 255)"
     assert max(page.evaluate(HIDDEN)) <= 1
+    after_heads = "getComputedStyle(document.querySelector('tr')).breakAfter"
+    assert page.evaluate(after_heads) == "avoid", "the head of a table and its first row"
+
+
+# How many numbers of tables are broken into several lines.
+BROKEN = """() => [...document.querySelectorAll("td.n")].filter(cell => {
+  const range = document.createRange();
+  range.selectNodeContents(cell);
+  return range.getClientRects().length > 1;
+}).length"""
+
+
+@pytest.mark.parametrize("name", ["series", "runs"])
+def test_on_paper_no_number_is_broken(opened, pages, name):
+    page = opened(pages[name][0], 794, "light")  # as wide as A4
+    page.emulate_media(media="print")
+    assert page.evaluate(BROKEN) == 0 and max(page.evaluate(HIDDEN)) <= 1
 
 
 def test_without_javascript_every_chart_is_a_still_picture(browser, pages):

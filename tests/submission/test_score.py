@@ -458,6 +458,12 @@ def test_one_run_that_did_not_converge_is_the_slowest(tmp_path, capsys):
     assert evaluate(capsys, folder, code=20)["result"]["score"] is None
 
 
+def test_one_of_equal_runs_is_the_fastest_and_another_the_slowest(tmp_path, capsys):
+    runs = [Timed(184_320, 35, minutes=100)] * 10
+    printed = text(capsys, synthetic_run.write_timed_series(tmp_path, PRETRAINING, runs))
+    assert printed.count("dropped: fastest") == printed.count("dropped: slowest") == 1
+
+
 def test_success_without_an_evaluation_at_the_target_did_not_converge(tmp_path):
     path = synthetic_run.write_timed(tmp_path / "log", PRETRAINING, Timed(172_032), seed=1)
     change(

@@ -269,7 +269,7 @@ def test_in_a_pipe_lines_are_plain_and_few(tmp_path, monkeypatch):
     with Screen(tmp_path, **about()) as view:
         assert view.stdout is None  # the ranks' log goes where that of this process goes
         write_events(tmp_path, range(1, 111), evaluation=4.5)
-        for _ in range(240):  # two minutes
+        for _ in range(480):  # four minutes without a new step
             view.update()
             now += 0.5
     lines = stderr.getvalue().splitlines()
