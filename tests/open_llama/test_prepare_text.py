@@ -446,8 +446,8 @@ def test_a_folder_or_tokenizer_that_cannot_be_used_is_named(tokenizer, tmp_path,
     assert "a.jsonl is not a folder" in capsys.readouterr().err
     for other in ("{", "[]"):
         (out / RECORD).write_text(other)
-        assert main([*with_tokenizer, str(out)]) == StorageError.exit_code
-        assert f"{out / RECORD} exists" in capsys.readouterr().err
+        assert main([*with_tokenizer, str(out)]) == DataError.exit_code
+        assert f"{out / RECORD}: not a manifest" in capsys.readouterr().err
     for value in ("x", "1"):
         words = [*with_tokenizer, str(out), "--validation-fraction", value]
         assert main(words) == ConfigError.exit_code
@@ -494,7 +494,7 @@ def test_a_record_that_cannot_be_read_is_named(tokenizer, tmp_path, monkeypatch)
     monkeypatch.setattr(text_parts, "PROCESSES", InThisProcess)
     (tmp_path / "a.jsonl").write_bytes(lines())
     (tmp_path / f"out/{RECORD}").mkdir(parents=True)
-    with pytest.raises(StorageError, match=f"/out/{RECORD} exists and is not a record"):
+    with pytest.raises(DataError, match=f"/out/{RECORD}: cannot be opened"):
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], tokenizer)
     assert not (tmp_path / "out/train.bin").exists()
 
