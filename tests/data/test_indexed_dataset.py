@@ -2,6 +2,7 @@
 
 import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ def test_the_counts_do_not_open_the_tokens(tmp_path, monkeypatch, vocab_size):
     opened = []
     original = os.open
     monkeypatch.setattr(
-        os, "open", lambda path, flags: opened.append(path) or original(path, flags)
+        os, "open", lambda path, flags: opened.append(Path(path)) or original(path, flags)
     )
     assert [stored_sequences(tmp_path / "p", length) for length in (1, 4, 8, 9)] == [8, 2, 1, 0]
     assert [stored_documents(tmp_path / "p", 8, limit) for limit in (1, 2, 3)] == [1, 2, 2]
