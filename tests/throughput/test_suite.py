@@ -55,21 +55,19 @@ def test_a_part_that_breaks_is_a_row_and_the_others_are_measured(tmp_path, monke
     monkeypatch.setattr(
         suite,
         "PARTS",
-        (SuitePart("broken", "gemm --shape 0x0x0", "", 1, 1), SuitePart("mlp", MLP, MLP, 1, 1)),
+        (SuitePart("broken", "gpt --sweep --batch 1", "", 1, 1), SuitePart("mlp", MLP, MLP, 1, 1)),
     )
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     assert suite.main(asked(tmp_path / "s")) == 2
     table = (tmp_path / "s" / "table.md").read_text()
-    assert "| broken | failed, exit code 2: --shape: " in table and "0x0x0" in table, (
-        "the page says why"
-    )
+    assert "| broken | failed, exit code 2: --batch and --sweep" in table, "the page says why"
     assert "| mlp | succeeded |" in table and "Date" in table
     assert "## mlp:" in table
     assert "MI350X" not in table, "nothing is published for a CPU"
     assert (tmp_path / "s" / "page.html").is_file() and (
         tmp_path / "s" / "mlp" / "page.html"
     ).is_file()
-    assert "error: --shape: " in capfd.readouterr().err
+    assert "error: --batch and --sweep" in capfd.readouterr().err
 
 
 def test_it_goes_on_after_the_last_part_that_ended(tmp_path, commands, capsys):
