@@ -221,6 +221,7 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
             f"{path}: tie_word_embeddings is {tied!r}", "it must be true or false", CHECK_FILE
         )
     base, scaling = _rotation(path, config)
+    epsilon = _number(path, "rms_norm_eps", config.get("rms_norm_eps", NORM_EPS))
     try:
         return ModelShape(
             layers,
@@ -231,7 +232,8 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
             vocab,
             rope_base=float(base),
             rope_scaling=scaling,
-            norm_eps=float(_number(path, "rms_norm_eps", config.get("rms_norm_eps", NORM_EPS))),
+            # Conversions from GGUF write 1e-5 as its fp32 value, 9.999999747378752e-06.
+            norm_eps=float(f"{epsilon:.6g}"),
             explicit_head_dim=head_dim if head_dim and head_dim * heads != hidden else None,
             qk_norm=qwen3,
             tied_embedding=tied,

@@ -327,7 +327,7 @@ def size_lines(plan: Plan, kind: GpuKind) -> list[str]:
 
 
 def speed_lines(plan: Plan, kind: GpuKind) -> list[str]:
-    """Return the planned tokens/s, and the days and GPU-hours of the run."""
+    """Return the planned tokens/s, and the time and GPU-hours of the run."""
     speed = plan.estimate
     if speed is None:
         return [f"Speed: unknown, because the peak FLOP/s of {kind.name} is unknown."]
@@ -337,9 +337,11 @@ def speed_lines(plan: Plan, kind: GpuKind) -> list[str]:
     if plan.samples and speed.minutes:
         tokens = plan.samples * plan.work.sequence_length
         share = tokens / plan.work.shape.num_parameters
+        hours = speed.minutes / 60
+        time = f"{hours / 24:,.2f} days" if hours > 48 else f"{hours:,.1f} hours"
         text.append(
             f"Time: {tokens / 1e9:,.1f}e9 tokens ({number(share, ',.3g')} per weight) take "
-            f"{speed.minutes / 1440:,.2f} days, {speed.minutes / 60 * gpus:,.0f} GPU-hours."
+            f"{time}, {hours * gpus:,.0f} GPU-hours."
         )
     return text
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from common.errors import ConfigError
@@ -90,7 +91,7 @@ def written(folder, config: dict) -> str:
             | dict(
                 num_key_value_heads=2,
                 rope_theta=5e5,
-                rms_norm_eps=1e-5,
+                rms_norm_eps=float(np.float32(1e-5)),
                 rope_scaling=LLAMA3_ROPE,
                 tie_word_embeddings=True,
             ),

@@ -457,6 +457,9 @@ def test_tokens_per_second_days_and_gpu_hours(capsys):
     assert all_gpus == pytest.approx(8 * one, rel=1e-3)
     assert days == pytest.approx(1e12 / all_gpus / 86_400, rel=1e-3)
     assert hours == pytest.approx(days * 24 * 8, rel=1e-3)
+    assert main("", [*line.split()[:-1], "1e10"]) == 0
+    short = re.search(r"take ([\d.,]+) hours", capsys.readouterr().out)
+    assert float(short[1]) == pytest.approx(1e10 / all_gpus / 3600, rel=0.02)
 
 
 def test_without_gpu_it_is_that_of_this_machine_known_or_not(capsys, monkeypatch):
