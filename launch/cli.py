@@ -165,8 +165,9 @@ def _command_of_others(benchmark: str, name: str) -> ConfigError:
     """Return the error for a command that exists only for other benchmarks."""
     owners = owners_of(name)
     lines = [f"{PROGRAM} {owner} {name} ..." for owner in owners]
-    why = f"{name} belongs to {', '.join(owners)}"
-    return ConfigError(f"{benchmark} has no command {name}", why, " or ".join(lines))
+    why = f"{name} belongs to {', '.join(owners) or 'no benchmark here'}"
+    do = " or ".join(lines) or ALL_COMMANDS
+    return ConfigError(f"{benchmark} has no command {name}", why, do)
 
 
 def _option_of_other_form(
@@ -285,7 +286,7 @@ def _unknown_word(word: str, benchmark: str) -> ConfigError:
     elif word.endswith(".toml"):
         # The benchmark whose folder of configs/ has the file, or else the one without such a folder
         owners = [name for name in known if name == Path(word).parent.name]
-        owners += [name for name in known if not config_names(ROOT, name)]
+        owners += [name for name in known if not config_names(ROOT, name)] + list(known)
         do = f"did you mean {PROGRAM} {benchmark or owners[0]} --config {word}?"
     elif meaning := nearest(word, meant):
         do = suggestion(f"{PROGRAM} {_words_of(meaning.ours, benchmark)}", meaning.note)
@@ -329,7 +330,7 @@ def owners_of(name: str) -> list[str]:
 def _example(known: Sequence[str]) -> str:
     """Return the benchmark to name in an example or a help: one of MLPerf's if there is any."""
     closed = [name for name in known if name in benchmarks.closed()]
-    return (closed or list(known))[-1]
+    return (closed or list(known) or benchmarks.names())[-1]
 
 
 def _words_of(name: str, benchmark: str = "") -> str:

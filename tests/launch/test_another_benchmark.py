@@ -129,5 +129,8 @@ def test_the_other_commands_know_it(project):
         == 0
     )
     assert launch(project, NAME, "--save", "--device", "cpu").returncode == ConfigError.exit_code
-    assert launch(project, NAME, "merge").returncode == ConfigError.exit_code
+    for words in ([NAME, "merge"], ["merge"], ["mine/run.toml"]):
+        answer = launch(project, *words)
+        assert answer.returncode == ConfigError.exit_code
+        assert answer.stderr.startswith("error: "), "no benchmark of this checkout has it"
     assert NAME in launch(project, "completion", "bash").stdout
