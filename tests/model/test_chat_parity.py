@@ -21,7 +21,7 @@ from common.model.shapes import ModelShape
 from open_llama.exported_weights import adapter_sizes
 
 SHAPE = ModelShape(2, 32, 48, 4, 2, VOCAB, 10000.0)
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
+RTOL = 1e-5
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
 
@@ -93,7 +93,9 @@ def expected(folder) -> dict[bool, dict[str, torch.Tensor]]:
 def require_equal(ours: dict, theirs: dict) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name].to(value.dtype), value, **TOLERANCE)
+        # The rounding of a sum in fp32 follows its largest addends, also for an element near 0.
+        atol = RTOL * float(value.abs().max())
+        torch.testing.assert_close(ours[name].to(value.dtype), value, rtol=RTOL, atol=atol)
 
 
 @pytest.mark.parametrize("micro_batch_size", [4, 2, 1])

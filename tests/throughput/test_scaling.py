@@ -310,8 +310,11 @@ def test_options_choose_what_is_measured(result):
     assert model == "tiny" and request.gpt == STAND_INS["tiny"] and request.gpu == "CPU"
     model, request = scaling.request_for(options(model="7b", batch=3, seq=256), result)
     assert (model, request.gpt) == ("7b", Size(SIZES["7b"].shape, 3, 256))
-    with pytest.raises(ConfigError):
-        scaling.request_for(options(model="9b"), result)
+
+
+def test_an_unknown_model_is_refused(capsys):
+    assert main(["scaling", "--model", "9b"]) == ConfigError.exit_code
+    assert "7b" in capsys.readouterr().err
 
 
 def test_more_gpus_than_there_are_is_one_error(tmp_path, capsys):

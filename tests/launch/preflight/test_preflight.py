@@ -991,7 +991,7 @@ def test_a_rank_that_hangs_ends_by_itself(tmp_path):
         "import time; from pathlib import Path; from launch.preflight import measure as m, "
         "rank_report; rank_report.START_S = 0.5; "
     )
-    code += "m.measure = lambda *arguments: time.sleep(60); m.main(Path('.'), 'cpu', 0.0)"
+    code += "m.measure = lambda *arguments: time.sleep(600); m.main(Path('.'), 'cpu', 0.0)"
     environment = os.environ | {"PYTHONPATH": python_path(ROOT), "RANK": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -999,7 +999,7 @@ def test_a_rank_that_hangs_ends_by_itself(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
     )
     assert done.returncode == 1 and "Timeout" in done.stderr
     assert preflight_command.judge_ranks(read_ranks(tmp_path), 2).value == "GPU 0 never reported"
