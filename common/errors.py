@@ -243,18 +243,21 @@ def failure_of(error: BaseException) -> RunError | None:
             "end other programs; check ulimit -u and -v, "
             "and the container's limits of memory and processes",
         )
-    if isinstance(error, OSError) and (reason := disk_reason(error)):
-        return _disk_error(f"{file_of(error) or 'a file'}: {reason}")
+    if reason := disk_reason(error):
+        if isinstance(error, OSError):
+            return _disk_error(f"{file_of(error) or 'a file'}: {reason}")
+        return _disk_error(text)
     return None
 
 
 def disk_reason(error: BaseException | None) -> str:
     """Return why a disk failed, or "" if `error` is of something else."""
-    if not isinstance(error, OSError):
-        return ""
-    number = error.errno
-    if match := re.search(r"\(os error (\d+)\)", str(error)):  # of a library in Rust
-        number = int(match[1])
+    number = getattr(error, "errno", None)
+    # Libraries in Rust and C++ have it in their text: "... Stale file handle (os error 116)".
+    if match := re.search(r"(\w[\w/ ]*\w) \((?:os error )?(\d{1,3})\)", str(error)):
+        found = int(match[2])
+        if match[1].endswith(os.strerror(found)):
+            number = found
     return os.strerror(number) if number in DISK_ERRNOS else ""
 
 

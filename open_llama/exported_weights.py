@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -47,13 +48,17 @@ def export(options: argparse.Namespace) -> None:
     out = options.out or run / f"exported_step_{facts['step']:08d}"
     require_new(out)
     data_dir = tokenizer_folder(run, facts, rules)
+
+    def add_tokenizer(new: Path) -> None:
+        if data_dir and not copy_tokenizer(data_dir, new):
+            say(f"note: {data_dir} has no tokenizer to copy; DATADIR names the folder of the data")
+
     if config.lora_rank:
-        export_adapter(folder, config, rules, out)
+        export_adapter(folder, config, rules, out, add_tokenizer)
     else:
         with new_folder(out) as new:
             export_model(folder, config, rules, new, data_dir)
-    if data_dir and not copy_tokenizer(data_dir, out):
-        say(f"note: {data_dir} has no tokenizer to copy; DATADIR names the folder of the data")
+            add_tokenizer(new)
     say(f"{out}: step {facts['step']:,}, {facts['samples']:,} sequences")
 
 
@@ -95,8 +100,10 @@ def export_model(
     copy_generation_config(config, out)
 
 
-def export_adapter(folder: Path, config: Config, rules: Rules, out: Path) -> None:
-    """Write the adapters in fp32, in peft's format."""
+def export_adapter(
+    folder: Path, config: Config, rules: Rules, out: Path, add: Callable[[Path], object]
+) -> None:
+    """Write the adapters in fp32, in peft's format. `add`: adds files to the new folder."""
     tensors = {
         name: read_master(folder, name, torch.Size(size))
         for name, size in adapter_sizes(rules.shape, config.lora_rank).items()
@@ -109,6 +116,7 @@ def export_adapter(folder: Path, config: Config, rules: Rules, out: Path) -> Non
         config.lora_alpha,
         config.lora_dropout,
         in_repository(config.weights),
+        add,
     )
 
 
@@ -135,7 +143,7 @@ def read_master(folder: Path, name: str, size: torch.Size) -> torch.Tensor:
             reader = DcpReader(str(folder))
             dcp.load({f"{name}.master": master}, storage_reader=reader, no_dist=True)
         except CheckpointException as error:
-            raise _cause(folder, error) from None
+            raise _cause(folder, error) from error
     return master
 
 

@@ -17,8 +17,7 @@ def parser(benchmark: str = "open_llama") -> Parser:
 
 def merge(options: argparse.Namespace) -> None:
     """Merge adapters into the base. The result has their tokenizer and chat template."""
-    merge_adapters(options)
-    copy_tokenizer(options.adapter, options.out)
+    merge_adapters(options, add=copy_tokenizer)
 
 
 main = program(parser, merge)

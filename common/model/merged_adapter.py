@@ -12,7 +12,7 @@ half a unit in the last place of W, and would be rounded away.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -96,11 +96,13 @@ def merge(
     out: Path,
     models: Mapping[ModelShape, int] | None = None,
     left_out: Collection[str] = (),
+    add: Callable[[Path], object] | None = None,
 ) -> None:
     """Merge the adapter in `adapter` into the checkpoint in `base`, and write the result to `out`.
 
     `models`: shape -> sequence length of each model that a base without config.json may be.
     `left_out`: names of files of the base that are not copied.
+    `add`: adds files to the new folder.
 
     Processes one shard at a time, with memory for the largest shard (5 GB in the MLCommons
     checkpoint), its merged weights and one fp32 product. Everything is checked before anything is
@@ -122,6 +124,8 @@ def merge(
                 shutil.copyfile(path, folder / path.name)
         write_json(folder / CONFIG, config)
         _write_shards(shards, folder, updates, stored)
+        if add:
+            add(folder)
     say(f"{out}: complete")
 
 

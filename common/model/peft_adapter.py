@@ -10,7 +10,7 @@ adapter each. All three get the same A, and each gets its rows of B.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors.torch import save
@@ -84,10 +84,11 @@ def save_peft_adapter(
     alpha: int,
     dropout: float,
     base: Path,
+    add: Callable[[Path], object] | None = None,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors into the new `folder`.
 
-    The folder exists only when both files are complete. Tensors keep their dtype.
+    The folder exists only when all files are complete. Tensors keep their dtype.
 
     `tensors`: for each block N:
         `blocks.N.qkv.lora_a` [rank, hidden]
@@ -95,6 +96,7 @@ def save_peft_adapter(
         `blocks.N.o.lora_a` [rank, attention_size]
         `blocks.N.o.lora_b` [hidden, rank]
     `base`: folder of the base weights, from which peft's `AutoPeftModelForCausalLM` loads them.
+    `add`: adds files to the new folder.
 
     Raises FileExistsError if `folder` exists, because adapters are never overwritten, and
     WeightsError if an element is not finite. Raises StorageError if writing fails, and then leaves
@@ -115,6 +117,8 @@ def save_peft_adapter(
         with new_folder(folder) as new:
             (new / WEIGHTS).write_bytes(data)
             (new / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            if add:
+                add(new)
     except OSError as error:
         raise StorageError(
             f"the adapter was not saved in {folder}: {error.strerror or error}",

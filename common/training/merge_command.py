@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from common.command_line import Parser
@@ -40,12 +41,18 @@ def merge_adapters(
     options: argparse.Namespace,
     models: Mapping[ModelShape, int] | None = None,
     left_out: tuple[str, ...] = (),
+    add: Callable[[Path, Path], object] | None = None,
 ) -> None:
-    """Merge the adapters that `options` name. `models`, `left_out`: see `merged_adapter.merge`."""
+    """Merge the adapters that `options` name. `models`, `left_out`: see `merged_adapter.merge`.
+
+    `add`: adds files to the new folder, its second argument. The first is the adapter's folder.
+    """
     from common.model.merged_adapter import merge  # needs torch, which --help must not
 
     if options.base:
         weights = weights_of(options.base, options.adapter)
     else:
         weights = weights_of(options.adapter)
-    merge(weights.model, weights.adapter or options.adapter, options.out, models, left_out)
+    adapter = weights.adapter or options.adapter
+    added = partial(add, adapter) if add else None
+    merge(weights.model, adapter, options.out, models, left_out, added)

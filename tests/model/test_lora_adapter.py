@@ -337,6 +337,8 @@ def test_a_merge_that_is_terminated_ends_with_143_and_leaves_no_files(
 
 def test_a_failed_merge_leaves_no_files(merged, tmp_path, monkeypatch):
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        merge(merged / "fused", merged / "adapter", tmp_path / "out", add=full)
     monkeypatch.setattr(merged_adapter, "write_file", full)
     with pytest.raises(OSError, match="No space left"):
         merge(merged / "fused", merged / "adapter", tmp_path / "out")

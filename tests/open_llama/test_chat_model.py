@@ -103,8 +103,12 @@ def test_a_folder_without_a_template_is_refused(model, tmp_path, capsys):
     assert "no chat template" in capsys.readouterr().err
 
 
-def test_a_merged_model_has_the_template_of_the_adapter(model, adapter, tmp_path):
-    paths = {"--base": model, "--adapter": adapter, "--out": tmp_path / "merged"}
+@pytest.mark.parametrize("of_run", [False, True])
+def test_a_merged_model_has_the_template_of_the_adapter(model, adapter, tmp_path, of_run):
+    run = adapter.parent
+    (run / "config.toml").touch()
+    named = run if of_run else adapter
+    paths = {"--base": model, "--adapter": named, "--out": tmp_path / "merged"}
     assert merge.main([str(word) for pair in paths.items() for word in pair]) == 0
     for name in ("chat_template.jinja", "tokenizer.json"):
         assert (tmp_path / "merged" / name).read_bytes() == (adapter / name).read_bytes()

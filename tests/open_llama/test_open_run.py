@@ -248,13 +248,18 @@ def test_only_the_tokenizer_of_the_data_of_the_run_is_exported(
 
 
 def test_an_export_that_fails_leaves_nothing(run_dir, tmp_path, monkeypatch):
-    def fill_disk(model, folder, **options):
+    def fill_disk(_, folder, **options):
         (folder / "model.safetensors").touch()
         raise OSError(28, "No space left on device")
 
     options = argparse.Namespace(run=run_dir, out=tmp_path / "out")
     with monkeypatch.context() as full:
         full.setattr(exported_weights, "write_checkpoint", fill_disk)
+        with pytest.raises(OSError, match="No space"):
+            exported_weights.export(options)
+    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as full:
+        full.setattr(exported_weights, "copy_tokenizer", fill_disk)
         with pytest.raises(OSError, match="No space"):
             exported_weights.export(options)
     assert not list(tmp_path.iterdir())

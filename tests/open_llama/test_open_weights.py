@@ -181,7 +181,7 @@ def test_exported_adapters_name_their_base(folder, tmp_path, monkeypatch):
     config = config_of(folder, lora_rank=4, lora_alpha=10)
     rules = rules_of(config)
     monkeypatch.setattr(exported_weights, "read_master", lambda _, name, size: torch.ones(size))
-    exported_weights.export_adapter(tmp_path, config, rules, tmp_path / "adapter")
+    exported_weights.export_adapter(tmp_path, config, rules, tmp_path / "adapter", lambda new: None)
     stored = merged_adapter.read_adapter(tmp_path / "adapter")
     assert (stored.rank, stored.scale, len(stored.tensors)) == (4, 2.5, 8 * rules.shape.num_layers)
     written = json.loads((tmp_path / "adapter/adapter_config.json").read_text())

@@ -274,7 +274,9 @@ def log_lines(run: Path) -> list[object]:
             lines.append(f"damaged: {line}")
             continue
         metadata = record["metadata"]
-        value = record["value"] if record["key"] != "tracked_stats" else None
+        value = record["value"]
+        if record["key"] in ("tracked_stats", "cache_clear"):  # a page cache may refuse
+            value = None
         if record["key"] == "resumed":
             value = "a run"
         entry = [record["key"], value, metadata.get("samples_count"), metadata.get("status")]
@@ -300,7 +302,8 @@ def ledger_lines(log_dir: Path, run: Path) -> list[object]:
 def run_outputs(case: Path, stdout: str) -> Outputs:
     """Return log, ledger, checkpoint and model of the newest run."""
     run = newest_run(case / "results")
-    checkpoints = run / "checkpoints"
+    # The newest one. An older one is left if the disk has failed after the newest had its name.
+    checkpoints = max((run / "checkpoints").glob("step_????????"), default=run / "none")
     return {
         "log": log_lines(run),
         "ledger": ledger_lines(case / "results", run),

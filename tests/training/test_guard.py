@@ -190,6 +190,8 @@ def test_a_disk_explains_the_error_of_what_was_read_from_it():
             read(path)
         assert type(classify(caught.value)) is kind
     assert type(classify(OSError("Input/output error (os error 5)"))) is StorageError  # of Rust
+    stale = RuntimeError("unable to open file <m> in read-only mode: Stale file handle (116)")
+    assert type(classify(stale)) is StorageError  # of C++
     with pytest.raises(OSError) as caught:
         Path("/proc/self/mem").read_text()
     assert caught.value.filename is None and "/proc/self/mem" in classify(caught.value).what
