@@ -250,9 +250,15 @@ def test_an_interrupted_run_is_continued_from_its_checkpoint(tmp_path, has_check
             "config": {"global_batch_size": 16},
             "step": 12,
             "samples": 192,
+            "ranks": 1,
+            "digest": "x",
+            "sampled_data_files": {},
+            "base_files": {},
+            "engines": {},
+            "device": "cpu",
         }
         (before / "rank_0.safetensors").touch()
-        (before / "facts.json").write_text(json.dumps({**facts, "ranks": 1, "digest": "x"}))
+        (before / "facts.json").write_text(json.dumps(facts))
     error, _ = run.judge(JOB, mock.Mock(), run_dir, Ending(0, signal_number=15), None, NO_RESULT)
     assert (f"--continue '{run_dir}'" in error.do) is has_checkpoint
     assert ("192 sequences" in error.why) is has_checkpoint
