@@ -499,10 +499,15 @@ def curve(processes: Processes, name: str, rate: float) -> list[list[float]]:
 def curves(processes: Processes, folder) -> dict:
     """Return the curves of a case, for each number of ranks that may share a sequence."""
     name = (folder / "case").read_text()
+    sizes = [1]
+    rates = [RATES[name]]
+    if processes.world_size == RANKS:
+        sizes = list(SIZES)
+        rates += [LOW_RATE] if name != IN_FP8 else []
     return {
         f"{size} {rate}": curve(sharing(processes, size), name, rate)
-        for size in (SIZES if processes.world_size == RANKS else [1])
-        for rate in (LOW_RATE, RATES[name])
+        for size in sizes
+        for rate in rates
     }
 
 
