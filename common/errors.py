@@ -12,7 +12,6 @@ import errno
 import io
 import json
 import os
-import re
 import signal
 import time
 import traceback
@@ -211,18 +210,13 @@ class Interrupted(RunError):
 def failure_of(error: BaseException) -> RunError | None:
     """Return the RunError that explains an exception, or None if none is known.
 
-    Explained are links that lead to themselves, missing memory, and failures of the disk. An error
-    of an input that was raised while one of the disk was handled, and not `from None`, is the
-    disk's.
+    Explained are links that lead to themselves, missing memory, and failures of the disk.
     """
-    if isinstance(error, ConfigError | DataError | WeightsError):
-        cause = error.__cause__
-        if not error.__suppress_context__:
-            cause = error.__context__
-        if reason := disk_reason(cause):
-            return _disk_error(error.what if reason in error.what else f"{error.what}: {reason}")
+    reason = disk_reason(error)
     if isinstance(error, RunError):
-        return error
+        if not reason:
+            return error
+        return _disk_error(error.what if reason in error.what else f"{error.what}: {reason}")
     number = getattr(error, "errno", None)
     text = str(error).partition("\n")[0]
     if number == errno.ELOOP or text.startswith("Symlink loop"):
@@ -243,22 +237,31 @@ def failure_of(error: BaseException) -> RunError | None:
             "end other programs; check ulimit -u and -v, "
             "and the container's limits of memory and processes",
         )
-    if reason := disk_reason(error):
-        if isinstance(error, OSError):
-            return _disk_error(f"{file_of(error) or 'a file'}: {reason}")
-        return _disk_error(text)
-    return None
+    if not reason:
+        return None
+    if isinstance(error, OSError):
+        return _disk_error(f"{file_of(error) or 'a file'}: {reason}")
+    return _disk_error(text)
 
 
 def disk_reason(error: BaseException | None) -> str:
-    """Return why a disk failed, or "" if `error` is of something else."""
-    number = getattr(error, "errno", None)
-    # Libraries in Rust and C++ have it in their text: "... Stale file handle (os error 116)".
-    if match := re.search(r"(\w[\w/ ]*\w) \((?:os error )?(\d{1,3})\)", str(error)):
-        found = int(match[2])
-        if match[1].endswith(os.strerror(found)):
-            number = found
-    return os.strerror(number) if number in DISK_ERRNOS else ""
+    """Return why a disk failed, or "" if `error` is of something else.
+
+    An error of an input that was raised while one of the disk was handled, and not `from None`, is
+    the disk's.
+    """
+    if isinstance(error, RunError):
+        if not isinstance(error, ConfigError | DataError | WeightsError):
+            return ""
+        error = error.__cause__ if error.__suppress_context__ else error.__context__
+    text = str(error)
+    for number in DISK_ERRNOS:
+        reason = os.strerror(number)
+        # Libraries in C++ and Rust have it in their text.
+        in_text = (f"{reason} ({number})", f"{reason} (os error {number})")
+        if getattr(error, "errno", None) == number or any(each in text for each in in_text):
+            return reason
+    return ""
 
 
 def file_of(error: OSError) -> str:

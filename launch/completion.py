@@ -62,12 +62,12 @@ def command_tree() -> argparse.ArgumentParser:
             _add(commands, name, parser_of(name, benchmark))
     for name, command in COMMANDS.items():
         owners = owners_of(name)
-        if command.benchmark == ALWAYS and not owners:
-            continue  # no benchmark of this checkout has it
-        if command.benchmark == ALWAYS:
+        if command.benchmark != ALWAYS:
+            without = _add(first, name, parser_of(name, ""))
+        elif owners:
             without = first.add_parser(name, help=_about(parser_of(name, owners[0])))
         else:
-            without = _add(first, name, parser_of(name, ""))
+            continue  # no benchmark of this checkout has it
         if command.benchmark == NEVER:
             continue
         second = without.add_subparsers()

@@ -56,8 +56,7 @@ def read_result(path: Path) -> RunRecord:
 
 def disk_error(run: RunRecord) -> str:
     """Return why the log of `run` cannot be read, if the disk is the cause, else ""."""
-    error = run.unreadable
-    return disk_reason(error if isinstance(error, OSError) else error and error.__context__)
+    return disk_reason(run.unreadable)
 
 
 def diagnose(run_dir: Path, world_size: int) -> tuple[RunError, dict]:

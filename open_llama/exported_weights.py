@@ -143,7 +143,7 @@ def read_master(folder: Path, name: str, size: torch.Size) -> torch.Tensor:
             reader = DcpReader(str(folder))
             dcp.load({f"{name}.master": master}, storage_reader=reader, no_dist=True)
         except CheckpointException as error:
-            raise _cause(folder, error) from error
+            raise _cause(folder, error) from None
     return master
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common import benchmarks
 from common.benchmarks import OPEN
-from common.errors import ConfigError, StorageError, failure_of
+from common.errors import ConfigError, disk_reason
 from common.records import run_states
 from common.records.run_record import RunRecord
 from submission import compliance_checker, rcp, rounds
@@ -34,7 +34,7 @@ class Run(RunRecord):
     ruleset: str = ""  # for its log; in a series, for all logs
 
     def _fill(self) -> None:
-        if self.unreadable and isinstance(failure_of(self.unreadable), StorageError):
+        if self.unreadable and disk_reason(self.unreadable):
             raise self.unreadable  # what a command says of a run must not depend on a disk
         super()._fill()
         self.shown_round = rounds.round_of(self.log)

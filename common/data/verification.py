@@ -9,7 +9,7 @@ from common.data.gpt_dataset import check_ids
 from common.data.indexed_dataset import Index
 from common.data.manifest import FileFacts, Manifest, PairFacts, facts_of
 from common.data.preparation import say
-from common.errors import DataError, StorageError, failure_of
+from common.errors import DataError, disk_reason
 from common.terminal import Progress
 
 CHUNK = 1 << 22  # tokens
@@ -46,7 +46,7 @@ def verify(data_dir: Path, manifest: Manifest, origin: Path, full: bool) -> Mani
             copy.pairs[prefix] = _read_pair(data_dir / prefix, manifest.vocab_size, full)
             _compare(str(data_dir / prefix), facts, copy.pairs[prefix], bad, unknown)
         except DataError as error:
-            if isinstance(failure_of(error), StorageError):
+            if disk_reason(error):
                 raise
             bad.append(error.what)
     for what in unknown:

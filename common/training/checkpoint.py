@@ -416,7 +416,7 @@ class Checkpoints:
                 process_group=self.group,
             )
         except CheckpointException as error:
-            raise damaged(folder, _cause(error)) from error
+            raise damaged(folder, _cause(error)) from None
         for part in self.parts.values():
             part.live.copy_(part.host)
         if self._digest(state_by_name, facts) != facts["digest"]:
