@@ -90,8 +90,6 @@ def test_the_header_names_a_config_that_was_fitted_to_the_machine():
 
 
 def test_bench_profile_and_run_derive_the_kind_of_an_unknown_gpu(monkeypatch, capsys, tmp_path):
-    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "DATADIR"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     make_visible(monkeypatch, Probe("nvidia", (Device("NVIDIA R100", "sm_103", 180 * GIB),) * 2))
     for command in (bench, profile):
@@ -104,8 +102,6 @@ def test_bench_profile_and_run_derive_the_kind_of_an_unknown_gpu(monkeypatch, ca
 
 
 def test_print_says_that_torch_is_not_built_for_the_gpus(monkeypatch, capsys, tmp_path):
-    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "DATADIR"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     make_visible(monkeypatch, Probe("amd", MI300X.devices, "6.16.13"))
     versions = {"torch": "2.13.0+cpu"}
@@ -121,8 +117,6 @@ def test_print_says_that_torch_is_not_built_for_the_gpus(monkeypatch, capsys, tm
 
 
 def test_a_run_says_on_its_first_screen_that_package_would_refuse_it(monkeypatch, capsys, tmp_path):
-    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "MLPERF_SUBMISSION_ORG"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     make_visible(
         monkeypatch, Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 4)
@@ -139,8 +133,6 @@ def test_ranks_are_bound_where_the_topology_says_so_and_the_first_screen_tells(
     monkeypatch, capsys, tmp_path
 ):
     """Ranks are bound in a run and in a bench, but not on a CPU."""
-    for name in ("DGXSYSTEM", "DGXNGPU", "GPU_KIND", "SEED", "NEXP", "DATADIR"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     make_visible(
         monkeypatch, Probe("nvidia", (Device("NVIDIA H200", "sm_90", 143771 * 2**20),) * 2)

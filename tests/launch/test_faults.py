@@ -38,9 +38,7 @@ class Started:
         keys = dict(setting.split("=", 1) for setting in (*SMALL, *settings))
         keys = {"gpus_per_node": ranks} | keys
         options = [part for item in keys.items() for part in ("--set", "{}={}".format(*item))]
-        hidden = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND")
-        variables = {key: value for key, value in os.environ.items() if key not in hidden}
-        variables |= {
+        variables = os.environ | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "DATADIR": str(data),
             "LOGDIR": str(self.log_dir),

@@ -62,9 +62,7 @@ def folder(tmp_path_factory) -> Path:
 
 def run_with(folder: Path, log_dir: Path, fault: str, *arguments: str):
     """Run under `fault`. Return (exit code, stderr, newest run directory, end in the ledger)."""
-    hidden = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND", "MODEL")
-    environment = {key: value for key, value in os.environ.items() if key not in hidden}
-    environment |= {
+    environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(FAULTS),
         "FAULT": fault,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jobs import write_int64
 from synthetic_run import records
-from test_open_run import CONFIG, HIDDEN, MODEL
+from test_open_run import CONFIG, MODEL
 from tiny import run_here
 from toy import wait_until
 
@@ -27,8 +27,7 @@ from open_llama.rules import Config, rules_of
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start a run with the config and the data in `folder`."""
-    environment = {key: value for key, value in os.environ.items() if key not in HIDDEN}
-    environment |= {
+    environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",
         "DATADIR": str(folder / "data"),

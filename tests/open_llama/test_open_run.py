@@ -54,7 +54,6 @@ opt_learning_rate_warmup_steps = 4
 weight_decay = 0.1
 gradient_clip_norm = 1.0
 """
-HIDDEN = ("SEED", "NEXP", "DGXSYSTEM", "DGXNGPU", "GPU_KIND", "MODEL")
 
 
 def launch(folder: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -64,8 +63,7 @@ def launch(folder: Path, *arguments: str, **changes: str) -> subprocess.Complete
 
 
 def start(folder: Path, *arguments: str, **changes: str) -> subprocess.Popen[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in HIDDEN}
-    environment |= {
+    environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",
         "DATADIR": str(folder / "data"),
