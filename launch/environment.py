@@ -535,7 +535,8 @@ def _make_or_repair(folder: Path, path: Path, lock: Path, build: str) -> None:
         if not is_broken:
             return
         inform(f"{shown(folder)} is broken: creating it again")
-    inform(f"creating {shown(folder)}")
+    else:
+        inform(f"creating {shown(folder)}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     mark.write_text("")
