@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N tests/gpu/studies/megatron_peers.py llama31_8b
         [--bf16] [--fuse-wgrad] [--fuse-mlp] [--fuse-qkv-rope] [--cuda-graph]
-        [--micro-batches 4] [--layers 32]
+        [--micro-batches 4] [--layers 32] [--context-parallel p2p|a2a|all_gather]
     torchrun --nproc-per-node N tests/gpu/studies/megatron_peers.py open_llama_1b
         [--bf16] [--fuse-wgrad] [--fuse-mlp] [--fuse-qkv-rope] [--micro-batch-size 16]
     python tests/gpu/studies/megatron_peers.py llama2_70b_lora [--fuse-qkv-rope]
@@ -23,6 +23,9 @@ The settings of NVIDIA's own config for the H200 are options, since not all of t
   wait for a kernel that still writes them on the GPU.
 
 The first three together are the fastest for the 8B in FP8.
+
+With `--context-parallel`, all GPUs share each sequence, and Transformer Engine exchanges keys and
+values in the given way.
 
 LoRA trains 4 and then 12 of the 80 layers on one GPU. The adapters are where NeMo has them (qkv and
 o, on the normed input) and the base is in FP8. The difference gives the time of a layer, which is
@@ -58,6 +61,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor, nn
 
 SEQUENCE, WARMUP, STEPS = 8192, 3, 8
@@ -96,6 +100,7 @@ class Pretraining:
     sequence: int
     micro_batch_size: int
     micro_batches: int
+    context_parallel: str = ""  # how GPUs that share each sequence exchange keys and values
 
 
 PRETRAINING = {
@@ -177,6 +182,10 @@ def pretraining(name: str, work: Pretraining, settings: Settings) -> str:
     options["fused_single_qkv_rope"] = settings.fuse_qkv_rope
     if settings.cuda_graph:
         options |= {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]}
+    sharing = 1  # GPUs that share a sequence
+    if work.context_parallel:
+        sharing = torch.distributed.get_world_size()
+        options |= {"context_parallel_size": sharing, "cp_comm_type": work.context_parallel}
     config = transformer(work.layers, work.hidden, work.ffn, work.heads, **options)
     model = gpt(
         config,
@@ -231,9 +240,13 @@ def pretraining(name: str, work: Pretraining, settings: Settings) -> str:
 
     def forward(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Callable]:
         tokens = next(iterator)["tokens"]
-        losses = model(
-            tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous()
-        )
+        batch = {
+            "inputs": tokens[:, :-1].contiguous(),
+            "positions": positions,
+            "labels": tokens[:, 1:].contiguous(),
+        }
+        batch = get_batch_on_this_cp_rank(batch)
+        losses = model(batch["inputs"], batch["positions"], None, labels=batch["labels"])
         return losses, lambda losses: (losses.float().mean(), {})
 
     data = batches()
@@ -255,10 +268,12 @@ def pretraining(name: str, work: Pretraining, settings: Settings) -> str:
     gc.disable()  # as Megatron's own training loop does
     seconds = median_seconds(step)
     shape = f"{work.layers} layers, {settings}, {torch.distributed.get_world_size()} GPUs"
+    if sharing > 1:
+        shape += f", {sharing} a sequence ({work.context_parallel})"
     shape += (
         f", {work.micro_batches} micro-batches of {work.micro_batch_size} x {work.sequence} tokens"
     )
-    tokens = work.micro_batches * work.micro_batch_size * work.sequence
+    tokens = work.micro_batches * work.micro_batch_size * work.sequence / sharing
     return (
         f"{name}, {shape}: {tokens / seconds:,.0f} tok/s/GPU, {1e3 * seconds:.1f} ms (median of "
         f"{STEPS})"
@@ -340,6 +355,7 @@ def main() -> None:
         parser.add_argument(f"--{setting.name.replace('_', '-')}", action="store_true")
     for option in ("--micro-batches", "--micro-batch-size", "--layers"):
         parser.add_argument(option, type=int)
+    parser.add_argument("--context-parallel", choices=("p2p", "a2a", "all_gather"))
     args = parser.parse_args()
     for name, value in {
         "MASTER_ADDR": "127.0.0.1",
@@ -351,7 +367,8 @@ def main() -> None:
         os.environ.setdefault(name, value)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
-    parallel_state.initialize_model_parallel()
+    sharing = torch.distributed.get_world_size() if args.context_parallel else 1
+    parallel_state.initialize_model_parallel(context_parallel_size=sharing)
     model_parallel_cuda_manual_seed(1)
     settings = Settings(
         **{setting.name: getattr(args, setting.name) for setting in fields(Settings)}
@@ -363,6 +380,7 @@ def main() -> None:
             "layers": args.layers,
             "micro_batches": args.micro_batches,
             "micro_batch_size": args.micro_batch_size,
+            "context_parallel": args.context_parallel,
         }
         changes = {key: value for key, value in given.items() if value is not None}
         work = replace(PRETRAINING[args.benchmark], **changes)
