@@ -36,6 +36,7 @@ from common.kernels.fp8 import (
 from common.kernels.swiglu import swiglu_engine
 from common.linear_formats import LinearFormat
 from common.model.block_ops import KernelEngine
+from common.sharding.context_parallel import ALONE
 
 Quantize = Callable[[Tensor, Quantizer | None], QuantizedTensor]  # an engine of kernels/quantize.py
 
@@ -104,6 +105,7 @@ class LinearLayers:
     def __init__(self, number_format: LinearFormat | None = None):
         """Create the layers. `number_format`: used by classes that implement several formats."""
         self.quantizers: list[Quantizer] = []
+        self.context = ALONE  # the ranks that share each sequence
 
     # Operands.
 
@@ -347,6 +349,10 @@ class DelayedScaling(LinearLayers):
         """Compute new scales from the amaxes of the last HISTORY steps, without a host sync."""
         self.history[1:] = self.history[:-1].clone()
         self.history[0] = self.scales[:, AMAX]
+        # The amaxes of whole sequences: attention's output and the gradients of keys and values are
+        # largest at a sequence's first tokens, which one of the ranks has. Scaled by their own
+        # amaxes, the others saturated up to 35 times as many elements in the miniature.
+        self.context.max_(self.history[0])
         old = self.scales[:, SCALE]
         new = new_scale(self.largest, self.history.amax(0) * HEADROOM, old)
         scale = torch.where(self.delayed, new, old)

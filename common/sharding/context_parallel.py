@@ -53,6 +53,11 @@ class ContextGroup:
         """
         return None if self.size == 1 else _token_numbers(self, batch, length, device)
 
+    def max_(self, tensor: Tensor) -> None:
+        """Replace `tensor`, which must be contiguous, by its maximum over these ranks."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
+
 
 ALONE = ContextGroup()  # each rank has whole sequences
 

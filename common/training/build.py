@@ -51,6 +51,7 @@ def build(
     model.to_empty(device=device)
     model.tie_embedding()
     model.make_rope_tables(device)
+    linear.context = processes.context
     linear.allocate(device)
 
     def start_pass(model: nn.Module, _: object) -> None:

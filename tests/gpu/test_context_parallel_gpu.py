@@ -162,6 +162,7 @@ def block_results(kind: str, context: ContextGroup, exact: bool = False) -> dict
         block.to("cuda", dtype)
         scaling.allocate(torch.device("cuda"))
     block.context = context
+    scaling.context = context
     tables = [context.cut(table, 0) for table in rope_tables(shape, LENGTH, "cuda")]
     for step in range(3):
         generator = torch.Generator("cuda").manual_seed(step)
