@@ -24,6 +24,10 @@ BF16_OVER_FP8 = 1.42
 # other than matrix products take a larger share of narrower models. With 2,048, the 1B of
 # pretrain_1b.toml reaches 74 % of the calculated tokens/s on an H100 and 76 to 81 % on an H200.
 FITTED_HIDDEN_SIZE = 4096
+# Rate of GPUs that share a sequence, divided by that of others, without the time of the links. With
+# two GPUs a sequence, two H200s reach 0.91 to 0.93 of the tokens/s in the 8B and 0.92 in LoRA
+# (docs/results.md), links included. Assumed for more GPUs and other kinds.
+SHARED_SEQUENCE = 0.93
 # FLOPs of attention's backward divided by the forward's. Flash attention recomputes the scores
 # (arXiv:2205.14135). MFU counts a ratio of 2.
 ATTENTION_BACKWARD = 2.5
@@ -108,6 +112,8 @@ def estimate(
     nodes.
     """
     slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
+    if config.context_parallel > 1:
+        slowdown /= SHARED_SEQUENCE
     recomputed = recomputed_layers(config, work) / work.shape.num_layers
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
     token_s = products_seconds_per_token(work, kind, training=True, recomputed=recomputed)

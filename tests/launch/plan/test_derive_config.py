@@ -77,7 +77,7 @@ def test_every_kind_in_every_number_fits_or_is_refused_for_its_memory(benchmark,
 # GPUs that share a sequence, global batch; learning rate and warm-up steps, by the RCPs.
 ON_NODES = [
     (PRETRAINING, "MI355X_2x8", 1, 16, 4e-4, 16, "RCP's"),
-    (PRETRAINING, "MI300X_4x8", 2, 16, 4e-4, 16, "RCP's"),
+    (PRETRAINING, "MI300X_4x8", 1, 32, 8e-4, 128, "RCP's"),
     (PRETRAINING, "H100_8x8", 2, 32, 8e-4, 128, "RCP's"),
     (PRETRAINING, "H200_6x8", 2, 24, 6e-4, 91, "interpolated"),
     (PRETRAINING, "B200_32x8", 2, 128, 2e-3, 256, "RCP's"),

@@ -629,8 +629,9 @@ def test_gpus_that_share_a_sequence_have_its_parts():
     whole = 2 * 32 * 8192 * 2 * 1024 * 2  # sequences, layers, tokens, K and V of a token in bf16
     assert halved["keys and values of other GPUs"] == whole
     speeds = [estimate(each, work, KINDS["H200"], None) for each in (config, shared)]
-    assert speeds[1].step_s == pytest.approx(speeds[0].step_s, rel=0.02)
-    assert speeds[1].eval_s == pytest.approx(speeds[0].eval_s, rel=0.02)
+    # Two H200s reach 0.925 of the tokens/s with two GPUs a sequence (docs/results.md).
+    assert speeds[0].step_s / speeds[1].step_s == pytest.approx(0.925, abs=0.005)
+    assert speeds[0].eval_s / speeds[1].eval_s == pytest.approx(0.93, abs=0.02)
 
 
 @pytest.mark.parametrize(("gpu", "rel"), [("MI350X", 0.02), ("MI355X", 0.02)])
