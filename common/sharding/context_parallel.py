@@ -21,6 +21,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from common.kernels.attention import AttentionGraph, attention_graph
 
@@ -130,10 +131,12 @@ class ContextAttention:
         for half in (1, 0):
             own, d_k, d_v = self.graphs.pop().backward(d_outs[half])
             d_q.insert(0, own)
+            d_kv = torch.cat([d_k, d_v], 2)
             if whole is None:
-                length = 2 * context.size * self.chunk
-                whole = d_k.new_zeros(len(d_k), length, 2 * d_k.shape[2], d_k.shape[3])
-            whole[:, : d_k.shape[1]] += torch.cat([d_k, d_v], 2)
+                behind = 2 * context.size * self.chunk - d_kv.shape[1]  # keys that no query sees
+                whole = F.pad(d_kv, (0, 0, 0, 0, 0, behind))
+            else:
+                whole[:, : d_kv.shape[1]] += d_kv
             parts = [self._chunk_of(whole, half, rank) for rank in range(context.size)]
             sent = torch.cat(parts)
             sums.insert(0, torch.empty_like(parts[0], memory_format=torch.contiguous_format))
