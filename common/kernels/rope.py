@@ -5,6 +5,10 @@ second half of a head.
 
 The packed functions work on the packed projection qkv: [M, (heads + 2 * kv_heads) * head_dim], with
 M = batch * sequence. The position of a row is row % sequence.
+
+In the epilogue of QuACK's product (0.6.5), with the same bits, the 8B's forward rotation takes 24
+µs a layer and sequence less on an H200: 3 of 1,863 ms. The halves of each head would have to
+alternate in the weights, from loading to saving, and QuACK's own epilogues take no scales of FP8.
 """
 
 from __future__ import annotations
