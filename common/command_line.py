@@ -23,7 +23,6 @@ from common.errors import (
     STOP_SIGNALS,
     ConfigError,
     Interrupted,
-    RunError,
     StorageError,
     failure_of,
     file_of,
@@ -58,15 +57,12 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
         except BrokenPipeError:
             print_stderr("note: the reader closed the output before everything was written")
             return PIPE_CLOSED
-        except KeyboardInterrupt:
-            failure: RunError = Interrupted(signal.SIGINT)
         except Exception as error:
-            known = failure_of(error)
-            if known is None and isinstance(error, OSError):
-                known = _refused_file_operation(error)
-            if known is None:
+            failure = failure_of(error)
+            if failure is None and isinstance(error, OSError):
+                failure = _refused_file_operation(error)
+            if failure is None:
                 raise
-            failure = known
         if failure.exit_code != 128 + signal.SIGINT or failure.do:
             print_stderr(failure.lines())
         return failure.exit_code
@@ -94,22 +90,24 @@ def _guarded_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Raise Interrupted at those of STOP_SIGNALS that would end this process at once."""
+    """Raise Interrupted at those of STOP_SIGNALS that would end this process."""
 
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(number)
 
-    signals = []
-    if threading.current_thread() is threading.main_thread():
-        signals = [each for each in STOP_SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
-    for number in signals:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    endings = (signal.SIG_DFL, signal.default_int_handler)
+    taken = [number for number, handler in before.items() if handler in endings]
+    if threading.current_thread() is not threading.main_thread():
+        taken = []
+    for number in taken:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in signals:
+        for number in taken:
             if signal.getsignal(number) is interrupt:  # `work` may have its own handler now
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, before[number])
 
 
 def _refused_file_operation(error: OSError) -> StorageError:

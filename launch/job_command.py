@@ -22,7 +22,6 @@ from common.terminal import inform, outlive_readers
 from launch.console import header
 from launch.environment import replaced_packages
 from launch.job import Job, note_on_one_node
-from launch.processes.supervise import raise_at_signals
 from launch.selection.machine import add_gpu_kind_option
 from launch.selection.request import OF_CONFIG, add_config_option
 from launch.torch_build import missing_compiler, require_fitting_torch
@@ -87,7 +86,6 @@ def job_main(
 
     def main(arguments: list[str]) -> int:
         outlive_readers()
-        raise_at_signals()
         benchmark, *rest = arguments
 
         def work(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from common.errors import LAUNCHED, STOP_SIGNALS, Hang, Interrupted
+from common.errors import LAUNCHED, STOP_SIGNALS, Hang
 
 PRCTL = ctypes.CDLL(None).prctl
 POLL_S = 0.5
@@ -264,31 +264,14 @@ def _stop(process: subprocess.Popen, received: list[int], grace: Grace) -> None:
     ended_by(grace.seconds)
 
 
-def handled_signals() -> list[int]:
-    """Return STOP_SIGNALS, except those that the launcher's parent ignores.
-
-    nohup and a shell's background jobs ignore signals in this way.
-    """
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-def raise_at_signals() -> None:
-    """Raise Interrupted at each of the handled signals from now on."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise Interrupted(number)
-
-    for number in handled_signals():
-        signal.signal(number, interrupt)
-
-
 @contextlib.contextmanager
 def signals_noted() -> Iterator[list[int]]:
     """Collect STOP_SIGNALS in a list, so that they do not end the process."""
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda n, frame: received.append(n))
-        for number in handled_signals()
+        for number in STOP_SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup and background jobs set it
     }
     try:
         yield received

@@ -62,7 +62,6 @@ def test_what_fails_before_an_attempt_is_told_by_its_family(monkeypatch, capsys,
 
     monkeypatch.setattr(run_command, "job_from", job_from)
     monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
-    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     if code is None:
         with pytest.raises(ValueError, match="a defect"):
             run_command.main(["llama31_8b"])

@@ -656,7 +656,6 @@ def test_ten_runs_that_package_would_refuse_are_not_started(
     monkeypatch.setattr(run_command, "refusal_reasons", lambda root, environment: reasons)
     monkeypatch.setattr(run_command.system_settings, "advice", lambda: "")
     monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
-    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     monkeypatch.setattr(Machine, "of", lambda *_: Machine(MI300X))
     for name, text in (("DATADIR", tmp_path), ("LOGDIR", tmp_path), ("NEXP", runs)):
         monkeypatch.setenv(name, str(text))
@@ -673,7 +672,6 @@ def test_ten_runs_that_package_would_refuse_are_not_started(
 )
 def test_a_name_that_package_would_refuse_starts_no_run(org, monkeypatch, capsys):
     monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
-    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     monkeypatch.setenv("MLPERF_SUBMISSION_ORG", org)
     assert run_command.main([LORA, "--miniature", "--print"]) == 2
     assert "MLPERF_SUBMISSION_ORG" in capsys.readouterr().err
