@@ -178,9 +178,6 @@ def _fill(text: str, width: int) -> str:
 class Help(argparse.RawDescriptionHelpFormatter):
     """A help formatter that never breaks a line inside a word or an option."""
 
-    def __init__(self, prog: str):
-        super().__init__(prog, width=help_width())
-
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return reflow(text, width)
 
@@ -229,10 +226,13 @@ def _assignment(text: str) -> str:
     return text
 
 
-def pairs_of(option: str, texts: Sequence[str], form: str = "KEY=VALUE") -> dict[str, str]:
+def pairs_of(
+    option: str, texts: Iterable[str], known: Collection[str] = (), form: str = "KEY=VALUE"
+) -> dict[str, str]:
     """Return key -> value of the texts KEY=VALUE of a repeated option. `form`: its words in errors.
 
-    Raises ConfigError for a text of another form, and for a key that is given twice.
+    Raises ConfigError for a text of another form, for a key that is given twice, and for one that
+    is not `known`, if any are.
     """
     pairs: dict[str, str] = {}
     for text in texts:
@@ -242,6 +242,8 @@ def pairs_of(option: str, texts: Sequence[str], form: str = "KEY=VALUE") -> dict
             split = re.fullmatch(r"([\w.-]+)(?:[\s:]+(\S+))?", text.strip())
             example = f"{split[1]}={split[2] or form.partition('=')[2]}" if split else form
             raise ConfigError(what, "the name or the = is missing", f"write {option} {example}")
+        if known and key not in known:
+            raise unknown(f"{option} {key}={value}: unknown name {key!r}", key, known)
         if key in pairs:
             raise ConfigError(
                 f"{option} {key} is given twice: {pairs[key]!r} and {value!r}",
@@ -250,24 +252,6 @@ def pairs_of(option: str, texts: Sequence[str], form: str = "KEY=VALUE") -> dict
             )
         pairs[key] = value
     return pairs
-
-
-def overrides_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return key -> value of the texts KEY=VALUE of --set.
-
-    Raises ConfigError for a text of another form, for a key that is given twice, and for a key of
-    the table [env].
-    """
-    overrides = pairs_of("--set", texts)
-    for key, value in overrides.items():
-        if key.startswith("env."):
-            variable = f"{key.removeprefix('env.')}={value}"
-            raise ConfigError(
-                f"--set {key}={value} sets an environment variable",
-                "--set changes whole keys of the config",
-                f"set the variable before the command: {variable} {PROGRAM} ...",
-            )
-    return overrides
 
 
 class UnknownOption(ConfigError):
@@ -299,7 +283,10 @@ class Parser(argparse.ArgumentParser):
         **settings: Any,
     ):
         lines = "".join(f"\n  {PROGRAM} {example}" for example in examples)
-        settings |= {"allow_abbrev": False, "formatter_class": Help}
+        settings |= {
+            "allow_abbrev": False,
+            "formatter_class": lambda prog: Help(prog, width=help_width()),
+        }
         prog = prog if prog.startswith(PROGRAM) else f"{PROGRAM} {prog}"
         super().__init__(
             prog, description=description, epilog="examples:" + lines if lines else None, **settings
@@ -339,6 +326,8 @@ class Parser(argparse.ArgumentParser):
             do = f"leave it out, or {see}"
             if equals and name in keys:
                 do = f"did you mean --set {word}?"
+            elif equals and name.isupper():
+                do = f"variables come before the command: {word} {self.prog}"
             elif name.endswith(".toml") and "--config" in self.options():
                 do = f"did you mean --config {word}?"
             return ConfigError(

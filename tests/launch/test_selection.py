@@ -349,7 +349,7 @@ REFUSED = [
     (NOTHING, {}, {"device": "cuda"}, PreflightError, "no GPU", "nvidia-smi"),
     (NOTHING, {}, {"config": MI300X_FILE}, PreflightError, "8 x MI300X", "plan --config"),
     (NOTHING, {"GPU_KIND": "MI999X"}, {}, ConfigError, "GPU_KIND=MI999X is unknown", "unset"),
-    (NOTHING, {}, {"set": ["env.FOO=1"]}, ConfigError, "sets an environment", "FOO=1"),
+    (NOTHING, {}, {"set": ["env.FOO=1"]}, ConfigError, "unknown key env.FOO", "FOO=1"),
     (
         *(NOTHING, {}, {"miniature": True, "set": ["miniature=false"]}),
         *(ConfigError, "--set miniature=false", "leave out"),

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.benchmarks import config_keys
-from common.command_line import PROGRAM, Parser, add_set_option, exit_code_of, overrides_of
+from common.command_line import PROGRAM, Parser, add_set_option, exit_code_of, pairs_of
 from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, StorageError
 from common.paths import ROOT
@@ -136,7 +136,7 @@ def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace
         command.append(f"--config={options.config}")
     if options.device:
         command.append(f"--device={options.device}")
-    changes = overrides_of(options.set)
+    changes = pairs_of("--set", options.set)
     changes["global_batch_size"] = str(2 * config.micro_batch_size * config.world_size)
     return [*command, *(f"--set={key}={value}" for key, value in changes.items())]
 
