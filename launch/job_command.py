@@ -22,7 +22,7 @@ from common.terminal import inform, outlive_readers
 from launch.console import header
 from launch.environment import replaced_packages
 from launch.job import Job, note_on_one_node
-from launch.selection.machine import add_gpu_kind_option
+from launch.selection.machine import add_machine_options
 from launch.selection.request import OF_CONFIG, add_config_option
 from launch.torch_build import missing_compiler, require_fitting_torch
 
@@ -50,12 +50,7 @@ def job_parser(
         else argparse.SUPPRESS,  # only a benchmark with configs has one
     )
     add_set_option(parser, config_keys(benchmark), set_note)
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="device to use (default: the GPUs if there are any; cuda includes ROCm)",
-    )
-    add_gpu_kind_option(parser)
+    add_machine_options(parser)
     parser.variables = OF_CONFIG
     text = "print the name of the config and what would be started, and start nothing"
     parser.add_argument("--print", action="store_true", help=text)
