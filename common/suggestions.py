@@ -33,29 +33,28 @@ class Meaning(NamedTuple):
 # nothing that can be set. If a word has several meanings, the first one applies that exists where
 # it was typed. A word in capitals is also recognized as an environment variable.
 TABLE = """
-opt_base_learning_rate: lr learning_rate max_lr MAX_LR peak_lr base_lr
-global_batch_size: gbs GBS batch batch_size train_batch_size
-micro_batch_size: mbs MBS local_batch_size per_device_train_batch_size per_device_batch_size
-eval_micro_batch_size: eval_batch_size per_device_eval_batch_size val_batch_size
-max_samples (steps x global_batch_size): steps max_steps MAX_STEPS num_steps train_steps
-    training_steps iters max_iters
+opt_base_learning_rate: lr learning_rate max_lr peak_lr base_lr
+global_batch_size: gbs batch batch_size train_batch_size
+micro_batch_size: mbs local_batch_size per_device_train_batch_size per_device_batch_size
+eval_micro_batch_size: per_device_eval_batch_size val_batch_size
+max_samples (steps x global_batch_size): steps max_steps num_steps train_steps training_steps
+    iters max_iters
 max_samples (epochs x training sequences): epoch epochs max_epochs num_epochs num_train_epochs
 max_samples (tokens / tokens of a sequence): max_tokens train_tokens
 sequence_length: seq seq_len seq_length max_seq_len max_seq_length max_length block_size
     context_length cutoff_len encoder_seq_length
-opt_learning_rate_warmup_steps: warmup warmup_steps WARMUP_STEPS lr_warmup_steps
-    num_warmup_steps lr_warmup_iters
-schedule: scheduler lr_scheduler lr_scheduler_type lr_schedule lr_decay_style
+opt_learning_rate_warmup_steps: warmup warmup_steps lr_warmup_steps num_warmup_steps
+    lr_warmup_iters
+schedule: lr_scheduler_type lr_decay_style
 end_learning_rate_ratio (last / largest rate): min_lr min_lr_ratio min_lr_factor
-gradient_clip_norm: clip_grad grad_clip max_norm max_grad_norm gradient_clipping
+gradient_clip_norm: clip_grad grad_clip max_norm max_grad_norm
 weight_decay: wd
-adam_beta_1: beta1 adam_beta1
-adam_beta_2: beta2 adam_beta2
+adam_beta_1: beta1
+adam_beta_2: beta2
 adam_epsilon: eps epsilon
 eval_interval_samples (in sequences): eval_steps eval_interval val_interval eval_every
 eval_samples (in sequences): limit_val_batches eval_iters max_eval_samples
 recompute_layers: gradient_checkpointing activation_checkpointing
-lora_rank: lora_r
 linear: precision dtype torch_dtype mixed_precision bf16 fp8 block_format healing
 train_data: dataset datasets dataset_path train_file data_path
 model: base_model model_name model_name_or_path hf_model
@@ -71,30 +70,27 @@ hang_timeout_s: timeout ddp_timeout nccl_timeout
 - (AdamW is the only optimizer): optimizer optim optimizer_type
 - (data are parallel over all GPUs, optimizer states sharded over a node): tp pp cp
     tensor_parallel tensor_parallel_size pipeline_parallel_size
---print: dry_run dryrun show_command
+--print: dry_run show_command
 --track wandb: wandb use_wandb report_to logger
 --continue: resume_from_checkpoint resume_from restart
 --checkpoint (600s for ten minutes): save_steps save_interval save_every ckpt_interval
---version: v V
+--version: v
 --nodes: hosts hostfile nodelist
 --device: accelerator
 --system-tuning: tune
 --search: tune
-DGXNGPU: gpus ngpu ngpus NGPU NGPUS num_gpus NUM_GPUS N_GPUS nproc_per_node devices
-DGXNGPU: NPROC_PER_NODE GPUS_PER_NODE
-DGXSYSTEM: DGX_SYSTEM system
+DGXNGPU: gpus devices NGPU NGPUS NUM_GPUS N_GPUS NPROC_PER_NODE GPUS_PER_NODE
 DGXSYSTEM (<GPU>_<nodes>x<GPUs>): DGXNNODES DGXRUNNODES
-DATADIR: data_dir DATA_DIR dataset_dir
-LOGDIR: out output out_dir output_dir log_dir LOG_DIR results results_dir RESULTS_DIR
-MODEL: weights base_weights MODEL_DIR model_dir
+DATADIR: DATA_DIR dataset_dir
+LOGDIR: out output out_dir output_dir LOG_DIR results RESULTS_DIR
+MODEL: weights base_weights MODEL_DIR
 - (only a benchmark that fine-tunes reads weights, from MODEL): weights
-NEXP: runs num_runs NUM_RUNS n_exp n_runs repeat
+NEXP: runs NUM_RUNS n_runs repeat
 SEED: random_seed
 MLPERF_SUBMISSION_ORG: MLPERF_ORG MLPERF_SUBMITTER
 MLPERF_SUBMISSION_PLATFORM: MLPERF_PLATFORM MLPERF_SYSTEM
 cuda: gpu hip rocm amd nvidia
-flash_attention_4: flash flash_attention fa4 flash_attn
-rocprofv3: rocprof
+flash_attention_4: flash fa4
 run: train training start pretrain
 run (prepare chat reads conversations): sft finetune finetuning
 bench: benchmark measure perf
