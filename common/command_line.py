@@ -294,10 +294,12 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, path)
         self.register("type", int, whole_number(0))
         self._values: dict[str, Sequence[str]] = {}  # option -> its values in this pass
-        self._chosen = self  # the parser of the subcommand in this pass
+        self._chosen = self  # the parser of the subcommand, if one is given
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`. Raises ConfigError, with a suggestion, if one is unknown."""
+        self._values.clear()
+        self._chosen = self
         options, unknown = self.parse_known_args(args, namespace)
         # Options may stand between positional arguments: argparse's condition.
         can_intermix = all(
@@ -305,16 +307,11 @@ class Parser(argparse.ArgumentParser):
         )
         if can_intermix and any(not word.startswith("-") for word in unknown):
             # An optional positional argument behind an option, as in `runs --json DIR`.
-            self._values.clear()  # Python 3.13 does not call parse_known_args below
+            self._values.clear()
             options, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
             raise self._chosen._unknown(*unknown)
         return options
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._values.clear()
-        self._chosen = self
-        return super().parse_known_args(args, namespace)
 
     def _unknown(self, word: str, following: str = "", *_: str) -> ConfigError:
         """Return the error for an unknown `word`. `following`: the next unknown one."""

@@ -224,13 +224,13 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
         raise _unknown_word(name, benchmark, [word for word in words if word != name])
     takes = COMMANDS[name].benchmark
     if takes == NEVER:
-        if benchmark and rest:
+        if benchmark and (rest or name not in OF_RUNS):
             raise ConfigError(
                 f"{name} does not accept a benchmark",
                 "it does the same for all benchmarks",
                 shlex.join([PROGRAM, name, *rest]),
             )
-        return "", name, [benchmark] if benchmark else rest  # a benchmark may mean its runs
+        return "", name, [benchmark] if benchmark else rest
     if benchmark:
         return benchmark, name, rest
     if second in known:

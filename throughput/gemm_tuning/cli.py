@@ -29,7 +29,7 @@ from common.paths import ROOT
 from launch import run_directory
 from launch.selection.choose import choose
 from launch.selection.machine import Machine
-from launch.selection.request import Request
+from launch.selection.request import Request, add_config_option
 from throughput.gemm_tuning.tunable_op_files import (
     PREFIX,
     configured,
@@ -55,9 +55,7 @@ def parser(benchmark: str) -> Parser:
         metavar="FILE",
         help="tune: tuned file to write (default: configs/gemm/<GPU>.csv)",
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
-    )
+    add_config_option(parser, benchmark, "default: selected for the GPUs found")
     add_set_option(parser, config_keys(benchmark))
     parser.add_argument("--device", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
     return parser
