@@ -402,3 +402,8 @@ def test_a_shell_completes(shell, words):
     *_, last = COMPLETED[words].split()
     text = shell.read(until=last, seconds=10).replace("\a", " ")  # the bell
     assert set(COMPLETED[words].split()) <= set(text.split())
+
+
+def test_a_value_follows_a_completed_key(shell):
+    shell.type("\x15run_and_time.sh llama31_8b --set max_samp\t5")
+    assert "max_samples=5" in shell.read(until="=5", seconds=10)
