@@ -280,15 +280,15 @@ def _unknown_word(word: str, benchmark: str, others: list[str]) -> ConfigError:
 def _missing_benchmark(name: str, words: list[str]) -> ConfigError:
     """Return the error for a command without a known benchmark. `words`: those after it."""
     owners = owners_of(name)
-    what = f"{name} needs a benchmark"
+    why = f"benchmarks: {', '.join(owners)}"
     line = shlex.join([PROGRAM, _example(owners), name, *words])
-    if words and not words[0].startswith("-"):
-        what = f"unknown benchmark: {words[0]!r}"
-        if meaning := nearest(words[0], owners):
-            line = shlex.join([PROGRAM, meaning.ours, name, *words[1:]])
-        elif option := COMMANDS[name].stray:
-            line = f"{PROGRAM} {name} {option} {shlex.quote(','.join(words))}"
-    return ConfigError(what, f"benchmarks: {', '.join(owners)}", f"did you mean {line}?")
+    if not words or words[0].startswith("-"):
+        return ConfigError(f"{name} needs a benchmark", why, line)
+    if meaning := nearest(words[0], owners):
+        line = shlex.join([PROGRAM, meaning.ours, name, *words[1:]])
+    elif option := COMMANDS[name].stray:
+        line = f"{PROGRAM} {name} {option} {shlex.quote(','.join(words))}"
+    return ConfigError(f"unknown benchmark: {words[0]!r}", why, f"did you mean {line}?")
 
 
 def owners_of(name: str) -> list[str]:
