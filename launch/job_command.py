@@ -107,17 +107,6 @@ def print_header(job: Job, directories: tuple[Path, Path] | None) -> None:
         inform(*in_use.lines())
 
 
-def note_on_software(job: Job) -> None:
-    """Print a note, with --print, on what `require_software` refuses."""
-    if not version_of("torch"):
-        inform(
-            "NOTE       torch is not installed: a run first installs the packages into .venv, and"
-            " uses its Python, and faster engines if it has them"
-        )
-        return
-    note_refusal(require_software, job)
-
-
 def note_refusal(check: Callable[[Job], None], job: Job) -> None:
     """Print a note, with --print, on what `check` refuses on this machine."""
     try:
@@ -126,10 +115,19 @@ def note_refusal(check: Callable[[Job], None], job: Job) -> None:
         inform(f"NOTE       {error.what}; {error.why}; {error.do}")
 
 
-def require_software(job: Job) -> None:
-    """Raise PreflightError if torch cannot use the job's GPUs. Print a note without a compiler."""
-    if job.selection.device != "cuda":
-        return
-    require_fitting_torch(job.gpus, installed(job.gpus.driver), os.environ)
-    if missing := missing_compiler():
-        inform(f"NOTE       {missing}")
+def require_software(job: Job, only_note: bool = False) -> None:
+    """Raise PreflightError if torch cannot use the job's GPUs. Print a note without a compiler.
+
+    `only_note`: with --print, print what is refused, or that torch is not installed.
+    """
+    if only_note and version_of("torch"):
+        note_refusal(require_software, job)
+    elif only_note:
+        inform(
+            "NOTE       torch is not installed: a run first installs the packages into .venv, and"
+            " uses its Python, and faster engines if it has them"
+        )
+    elif job.selection.device == "cuda":
+        require_fitting_torch(job.gpus, installed(job.gpus.driver), os.environ)
+        if missing := missing_compiler():
+            inform(f"NOTE       {missing}")

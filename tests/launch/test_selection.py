@@ -675,3 +675,14 @@ def test_a_name_that_package_would_refuse_starts_no_run(org, monkeypatch, capsys
     monkeypatch.setenv("MLPERF_SUBMISSION_ORG", org)
     assert run_command.main([LORA, "--miniature", "--print"]) == 2
     assert "MLPERF_SUBMISSION_ORG" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [run_command, bench, profile, tune])
+@pytest.mark.parametrize("version", ["", "2.13"])
+def test_what_is_printed_without_torch_says_that_it_is_not_installed(
+    command, version, monkeypatch, capsys
+):
+    monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
+    monkeypatch.setattr(job_command, "version_of", lambda package: version)
+    assert command.main([LORA, "--miniature", "--print"]) == 0
+    assert ("torch is not installed" in capsys.readouterr().err) == (not version)
