@@ -264,15 +264,29 @@ def _stop(process: subprocess.Popen, received: list[int], grace: Grace) -> None:
     ended_by(grace.seconds)
 
 
+class _Received(list[int]):
+    """Signals in the order of their arrival. It is their handler."""
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.append(number)
+
+
 @contextlib.contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """Collect STOP_SIGNALS in a list, so that they do not end the process."""
-    received: list[int] = []
+    """Collect STOP_SIGNALS in a list, so that they do not end the process.
+
+    Those that an outer block has collected move to the inner one, which can act on them.
+    """
+    received = _Received()
     before = {
-        number: signal.signal(number, lambda n, frame: received.append(n))
+        number: signal.signal(number, received)
         for number in STOP_SIGNALS
         if signal.getsignal(number) is not signal.SIG_IGN  # as nohup and background jobs set it
     }
+    for outer in before.values():
+        if isinstance(outer, _Received):
+            received += outer
+            outer.clear()
     try:
         yield received
     finally:
