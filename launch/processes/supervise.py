@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -221,6 +222,24 @@ def end_with_parent() -> None:
     Meant for the argument `preexec_fn` of subprocess.Popen.
     """
     PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
+
+
+def run_module(arguments: list[str]) -> int:
+    """Run a module by launch.start, with stderr as its stdout. Return its exit code.
+
+    A Ctrl-C waits until both processes can receive it: during a fork, Python drops what a handler
+    raises. The process ends with this one.
+    """
+    command = [sys.executable, "-m", "launch.start", *arguments]
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process = subprocess.Popen(command, stdout=sys.stderr, preexec_fn=end_with_parent)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    try:
+        return process.wait()
+    finally:
+        process.kill()  # no effect after its end
 
 
 def _separate_from_parent() -> None:
