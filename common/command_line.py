@@ -23,7 +23,6 @@ from common.errors import (
     STOP_SIGNALS,
     ConfigError,
     Interrupted,
-    RunError,
     StorageError,
     failure_of,
     file_of,
@@ -58,15 +57,12 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
         except BrokenPipeError:
             print_stderr("note: the reader closed the output before everything was written")
             return PIPE_CLOSED
-        except KeyboardInterrupt:
-            failure: RunError = Interrupted(signal.SIGINT)
         except Exception as error:
-            known = failure_of(error)
-            if known is None and isinstance(error, OSError):
-                known = _refused_file_operation(error)
-            if known is None:
+            failure = failure_of(error)
+            if failure is None and isinstance(error, OSError):
+                failure = _refused_file_operation(error)
+            if failure is None:
                 raise
-            failure = known
         if failure.exit_code != 128 + signal.SIGINT or failure.do:
             print_stderr(failure.lines())
         return failure.exit_code
@@ -94,22 +90,24 @@ def _guarded_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Raise Interrupted at those of STOP_SIGNALS that would end this process at once."""
+    """Raise Interrupted at those of STOP_SIGNALS that would end this process."""
 
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(number)
 
-    signals = []
-    if threading.current_thread() is threading.main_thread():
-        signals = [each for each in STOP_SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
-    for number in signals:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    endings = (signal.SIG_DFL, signal.default_int_handler)
+    taken = [number for number, handler in before.items() if handler in endings]
+    if threading.current_thread() is not threading.main_thread():
+        taken = []
+    for number in taken:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in signals:
+        for number in taken:
             if signal.getsignal(number) is interrupt:  # `work` may have its own handler now
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, before[number])
 
 
 def _refused_file_operation(error: OSError) -> StorageError:
@@ -180,9 +178,6 @@ def _fill(text: str, width: int) -> str:
 class Help(argparse.RawDescriptionHelpFormatter):
     """A help formatter that never breaks a line inside a word or an option."""
 
-    def __init__(self, prog: str):
-        super().__init__(prog, width=help_width())
-
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return reflow(text, width)
 
@@ -231,10 +226,13 @@ def _assignment(text: str) -> str:
     return text
 
 
-def pairs_of(option: str, texts: Sequence[str], form: str = "KEY=VALUE") -> dict[str, str]:
+def pairs_of(
+    option: str, texts: Iterable[str], known: Collection[str] = (), form: str = "KEY=VALUE"
+) -> dict[str, str]:
     """Return key -> value of the texts KEY=VALUE of a repeated option. `form`: its words in errors.
 
-    Raises ConfigError for a text of another form, and for a key that is given twice.
+    Raises ConfigError for a text of another form, for a key that is given twice, and for one that
+    is not `known`, if any are.
     """
     pairs: dict[str, str] = {}
     for text in texts:
@@ -244,6 +242,8 @@ def pairs_of(option: str, texts: Sequence[str], form: str = "KEY=VALUE") -> dict
             split = re.fullmatch(r"([\w.-]+)(?:[\s:]+(\S+))?", text.strip())
             example = f"{split[1]}={split[2] or form.partition('=')[2]}" if split else form
             raise ConfigError(what, "the name or the = is missing", f"write {option} {example}")
+        if known and key not in known:
+            raise unknown(f"{option} {key}={value}: unknown name {key!r}", key, known)
         if key in pairs:
             raise ConfigError(
                 f"{option} {key} is given twice: {pairs[key]!r} and {value!r}",
@@ -252,24 +252,6 @@ def pairs_of(option: str, texts: Sequence[str], form: str = "KEY=VALUE") -> dict
             )
         pairs[key] = value
     return pairs
-
-
-def overrides_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return key -> value of the texts KEY=VALUE of --set.
-
-    Raises ConfigError for a text of another form, for a key that is given twice, and for a key of
-    the table [env].
-    """
-    overrides = pairs_of("--set", texts)
-    for key, value in overrides.items():
-        if key.startswith("env."):
-            variable = f"{key.removeprefix('env.')}={value}"
-            raise ConfigError(
-                f"--set {key}={value} sets an environment variable",
-                "--set changes whole keys of the config",
-                f"set the variable before the command: {variable} {PROGRAM} ...",
-            )
-    return overrides
 
 
 class UnknownOption(ConfigError):
@@ -301,7 +283,10 @@ class Parser(argparse.ArgumentParser):
         **settings: Any,
     ):
         lines = "".join(f"\n  {PROGRAM} {example}" for example in examples)
-        settings |= {"allow_abbrev": False, "formatter_class": Help}
+        settings |= {
+            "allow_abbrev": False,
+            "formatter_class": lambda prog: Help(prog, width=help_width()),
+        }
         prog = prog if prog.startswith(PROGRAM) else f"{PROGRAM} {prog}"
         super().__init__(
             prog, description=description, epilog="examples:" + lines if lines else None, **settings
@@ -309,10 +294,12 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, path)
         self.register("type", int, whole_number(0))
         self._values: dict[str, Sequence[str]] = {}  # option -> its values in this pass
-        self._chosen = self  # the parser of the subcommand in this pass
+        self._chosen = self  # the parser of the subcommand, if one is given
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse `args`. Raises ConfigError, with a suggestion, if one is unknown."""
+        self._values.clear()
+        self._chosen = self
         options, unknown = self.parse_known_args(args, namespace)
         # Options may stand between positional arguments: argparse's condition.
         can_intermix = all(
@@ -320,16 +307,11 @@ class Parser(argparse.ArgumentParser):
         )
         if can_intermix and any(not word.startswith("-") for word in unknown):
             # An optional positional argument behind an option, as in `runs --json DIR`.
-            self._values.clear()  # Python 3.13 does not call parse_known_args below
+            self._values.clear()
             options, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
             raise self._chosen._unknown(*unknown)
         return options
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._values.clear()
-        self._chosen = self
-        return super().parse_known_args(args, namespace)
 
     def _unknown(self, word: str, following: str = "", *_: str) -> ConfigError:
         """Return the error for an unknown `word`. `following`: the next unknown one."""
@@ -341,6 +323,8 @@ class Parser(argparse.ArgumentParser):
             do = f"leave it out, or {see}"
             if equals and name in keys:
                 do = f"did you mean --set {word}?"
+            elif equals and name.isupper():
+                do = f"variables come before the command: {word} {self.prog}"
             elif name.endswith(".toml") and "--config" in self.options():
                 do = f"did you mean --config {word}?"
             return ConfigError(

@@ -21,7 +21,7 @@ from typing import Any, Generic, Self, TypeVar
 from common.command_line import PROGRAM
 from common.errors import ConfigError, failure_of
 from common.linear_formats import FORMATS, LinearFormat
-from common.suggestions import nearest, suggestion
+from common.suggestions import Meaning, nearest, suggestion
 from common.values import gpu_kind, number, seconds, spelled_as, whole_number
 
 # Largest value of a key. The limit of all other keys is 2^31 - 1, the largest C int.
@@ -401,7 +401,10 @@ def from_table(table: dict, config_class: type[AnyConfig], source: str) -> AnyCo
 
 def _unknown_key(key: str, value: object, known: list[str], source: str) -> ConfigError:
     do = f"the keys are: {', '.join(known)}"
-    if meaning := nearest(key, [*known, *NO_KEYS]):
+    meaning = nearest(key, [*known, *NO_KEYS])
+    if key.startswith("env."):
+        meaning = Meaning(key.removeprefix("env."))
+    if meaning:
         do = suggestion(*meaning)
         if meaning.ours.isupper():
             do = f"no key, but a variable, sets it: {meaning.ours}={value} {PROGRAM} ..."

@@ -68,7 +68,8 @@ def changes_of(root: Path) -> list[str] | None:
 def _output(root: Path, *arguments: str) -> bytes:
     # GIT_DIR, GIT_WORK_TREE and others, which hooks set, lead to other repositories.
     environment = {key: text for key, text in os.environ.items() if not key.startswith("GIT_")}
-    command = ["git", "-C", str(root), *arguments]
+    # Without locks: a killed `git status` would leave index.lock behind.
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
     try:
         return subprocess.run(
             command, capture_output=True, check=True, env=environment, timeout=TIMEOUT_S

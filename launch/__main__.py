@@ -16,12 +16,10 @@ from common.command_line import exit_code_of
 from common.paths import ROOT
 from launch import cli, environment
 from launch.processes.ranks import process_variables
-from launch.processes.supervise import raise_at_signals
 
 
 def main(arguments: list[str]) -> None:
     """Replace this process with the command's module, so that signals reach it directly."""
-    raise_at_signals()
     install = arguments[:1] == ["--install"]
     # Read the arguments first: a typo or --help needs no installation.
     requirements, command, installs = cli.read(arguments[1:] if install else arguments)

@@ -15,13 +15,7 @@ from common.terminal import print_stderr
 from common.values import count
 from launch import diagnosis, profilers
 from launch.job import Job, job_from, torchrun_command, trainer_environment
-from launch.job_command import (
-    job_main,
-    job_parser,
-    note_refusal,
-    print_header,
-    require_software,
-)
+from launch.job_command import job_main, job_parser, print_header, require_software
 from launch.processes.supervise import supervise
 from launch.selection.check import MEASURED_ANYWAY
 
@@ -97,11 +91,10 @@ def measure(job: Job, options: argparse.Namespace) -> int:
 
     Return 0, or the exit code of the failure.
     """
+    require_software(job, only_note=options.print)
     if options.print:
-        note_refusal(require_software, job)
         print(shlex.join(bench_command(job, Path("DIR"), options)))
         return 0
-    require_software(job)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         (folder / job.selection.log_name).write_text(job.config.as_toml())

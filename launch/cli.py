@@ -42,8 +42,6 @@ ALWAYS = "always"
 # Module of a command that each benchmark implements. A benchmark without this file has no such
 # command.
 IN_BENCHMARK = "<benchmark>/<command>.py"
-# Packages whose function `parser` is in __main__.py.
-PARSER_IN_MAIN = ("launch.preflight", "throughput", "system_tuning")
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,9 @@ COMMANDS = {  # overview.txt describes them
     "export": Command(IN_BENCHMARK, ALWAYS),
     "merge": Command(IN_BENCHMARK, ALWAYS),
     "plan": Command("launch.plan.command", MAY, needs="", stray="--model"),
-    "preflight": Command("launch.preflight", MAY, stray="--nodes"),
-    "throughput": Command("throughput"),
-    "system-tuning": Command("system_tuning", needs=""),
+    "preflight": Command("launch.preflight.__main__", MAY, stray="--nodes"),
+    "throughput": Command("throughput.__main__"),
+    "system-tuning": Command("system_tuning.__main__", needs=""),
     "check": Command("submission.check", needs=LOGS),
     "runs": Command("submission.run_list", needs=LOGS, bare_with="series"),
     "report": Command("submission.report"),
@@ -87,8 +85,8 @@ ALIASES = {
     ("tuning",): ("system-tuning",),
     ("series", "status"): ("runs", "--series="),
 }
-# Subcommands that read a directory of runs.
-OF_RUNS = ("runs", "check", "report", "score", "package")
+# Commands that read the runs of a benchmark.
+OF_RUNS = ("runs", "check", "report", "score")
 
 QUOTES = "\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f"
 ALL_COMMANDS = f"{PROGRAM} --help lists the commands"
@@ -164,9 +162,8 @@ def _module_of(name: str, benchmark: str) -> str:
 def _command_of_others(benchmark: str, name: str) -> ConfigError:
     """Return the error for a command that exists only for other benchmarks."""
     owners = owners_of(name)
-    lines = [f"{PROGRAM} {owner} {name} ..." for owner in owners]
     why = f"{name} belongs to {', '.join(owners) or 'no benchmark here'}"
-    do = " or ".join(lines) or ALL_COMMANDS
+    do = " or ".join(f"{PROGRAM} {owner} {name} ..." for owner in owners) or ALL_COMMANDS
     return ConfigError(f"{benchmark} has no command {name}", why, do)
 
 
@@ -216,96 +213,68 @@ def _split(words: list[str], known: Sequence[str]) -> tuple[str, str, list[str]]
             "it stands where a benchmark or command is expected",
             "leave it out; a variable in the command may be unset",
         )
-    _require_no_variable(words)
-    first, *rest = words
-    if first.startswith("-"):
-        raise _early_option(words, known)
+    name, *rest = words
     second = rest[0] if rest and not rest[0].startswith("-") else ""
-    named = [word for word in (first, second) if word in known]
-    benchmark = named[0] if named else ""
-    name = first
-    if first == benchmark:
+    benchmark = ""
+    if name in known:
+        benchmark = name
         name = second or "run"
+        rest = rest[1:] if second else rest
     if name not in COMMANDS:
-        raise _unknown_word(name, benchmark if first == benchmark else "")
+        raise _unknown_word(name, benchmark, [word for word in words if word != name])
     takes = COMMANDS[name].benchmark
     if takes == NEVER:
-        if first == benchmark:
-            raise _unwanted_benchmark(name, benchmark, rest[1:])
-        return "", name, rest
-    if not benchmark and takes == ALWAYS and not second and {"-h", "--help"} & {*rest}:
-        return _example(owners_of(name)), name, rest
-    if not benchmark and (takes == ALWAYS or second):
-        raise _missing_benchmark(name, rest)
-    return benchmark, name, rest[1:] if second and benchmark else rest
-
-
-def _require_no_variable(words: list[str]) -> None:
-    """Raise ConfigError if one of the first two words sets an environment variable."""
-    for word in words[:2]:
-        if re.match("[A-Z_]+=", word):
-            others = [other for other in words if other != word]
+        if benchmark and (rest or name not in OF_RUNS):
             raise ConfigError(
-                f"unexpected argument: {word!r}",
-                "environment variables come before the command",
-                " ".join([word, PROGRAM, *others]),
+                f"{name} does not accept a benchmark",
+                "it does the same for all benchmarks",
+                shlex.join([PROGRAM, name, *rest]),
             )
+        return "", name, [benchmark] if benchmark else rest
+    if benchmark:
+        return benchmark, name, rest
+    if second in known:
+        return second, name, rest[1:]
+    if takes == ALWAYS and not second and {"-h", "--help"} & {*rest}:
+        return _example(owners_of(name)), name, rest
+    if takes == ALWAYS or second:
+        raise _missing_benchmark(name, rest)
+    return "", name, rest
 
 
-def _early_option(words: list[str], known: Sequence[str]) -> ConfigError:
-    """Return the error for a command line that begins with an option."""
-    first = words[0]
-    if meaning := nearest(first.partition("=")[0], EVERYWHERE):
-        do = f"did you mean {meaning.ours}?"
-        return ConfigError(f"unknown option: {first!r}", "it precedes all words", do)
-    named = [word for word in words if word in known or word in COMMANDS][:1]
-    others = [word for word in words if word not in named]
-    do = shlex.join([PROGRAM, *named, *others]) if named else ALL_COMMANDS
-    what = f"{first} comes before the benchmark or command"
-    return ConfigError(what, "options come after both", do)
-
-
-def _unknown_word(word: str, benchmark: str) -> ConfigError:
+def _unknown_word(word: str, benchmark: str, others: list[str]) -> ConfigError:
     """Return the error for a word that is neither a benchmark nor a command.
 
-    `benchmark`: the word before it, "" if it is the first one.
+    `benchmark`: the word before it, "" if it is the first one. `others`: all other words.
     """
     known = benchmarks.names()
+    what = f"unknown benchmark or command: {word!r}"
+    why = f"benchmarks: {', '.join(known)}"
+    do = ALL_COMMANDS
+    meant = [*EVERYWHERE] if word.startswith("-") else [*known, *COMMANDS, *EVERYWHERE]
     if benchmark:
         what = f"unknown command: {word!r}"
         why = f"{benchmark} has no such command"
         do = f"choose one of: {', '.join(commands_of(benchmark))}"
         meant = [name for name in COMMANDS if has_command(benchmark, name)]
-    else:
-        what = f"unknown benchmark or command: {word!r}"
-        why = f"benchmarks: {', '.join(known)}"
-        do = ALL_COMMANDS
-        meant = [*known, *COMMANDS, *EVERYWHERE]
+    first = [other for other in others if other in known or other in COMMANDS][:1]
     if word in known:
         do = f"name one benchmark: {PROGRAM} {word}"
+    elif re.match("[A-Z_]+=", word):
+        why = "environment variables come before the command"
+        do = " ".join([word, PROGRAM, *others])
     elif word.endswith(".toml"):
         # The benchmark whose folder of configs/ has the file, or else the one without such a folder
         owners = [name for name in known if name == Path(word).parent.name]
         owners += [name for name in known if not config_names(ROOT, name)] + list(known)
         do = f"did you mean {PROGRAM} {benchmark or owners[0]} --config {word}?"
-    elif meaning := nearest(word, meant):
+    elif meaning := nearest(word.partition("=")[0], meant):
         do = suggestion(f"{PROGRAM} {_words_of(meaning.ours, benchmark)}", meaning.note)
+    elif word.startswith("-") and first:
+        why = "options come after the benchmark and the command"
+        rest = [other for other in others if other not in first]
+        do = shlex.join([PROGRAM, *first, word, *rest])
     return ConfigError(what, why, do)
-
-
-def _unwanted_benchmark(name: str, benchmark: str, arguments: list[str]) -> ConfigError:
-    """Return the error for a benchmark before a command without one.
-
-    `arguments`: the words after the command.
-    """
-    words = [_words_of(name, benchmark)]
-    why = "it does the same for all benchmarks"
-    if name in OF_RUNS:
-        why = f"{name} finds the benchmark in the logs"
-    if arguments:
-        words = [name, *arguments]
-    line = " ".join([PROGRAM, *words])
-    return ConfigError(f"{name} does not accept a benchmark", why, line)
 
 
 def _missing_benchmark(name: str, words: list[str]) -> ConfigError:
@@ -316,7 +285,7 @@ def _missing_benchmark(name: str, words: list[str]) -> ConfigError:
     if not words or words[0].startswith("-"):
         return ConfigError(f"{name} needs a benchmark", why, line)
     if meaning := nearest(words[0], owners):
-        line = f"{PROGRAM} {meaning.ours} {name}"
+        line = shlex.join([PROGRAM, meaning.ours, name, *words[1:]])
     elif option := COMMANDS[name].stray:
         line = f"{PROGRAM} {name} {option} {shlex.quote(','.join(words))}"
     return ConfigError(f"unknown benchmark: {words[0]!r}", why, f"did you mean {line}?")
@@ -338,7 +307,7 @@ def _words_of(name: str, benchmark: str = "") -> str:
     if name not in COMMANDS:
         return name
     if name in OF_RUNS:
-        return f"{name} results/{benchmark}" if benchmark else name
+        return f"{name} {benchmark}".strip()
     takes = COMMANDS[name].benchmark
     if takes == NEVER or (takes == MAY and not benchmark):
         return name
@@ -348,10 +317,7 @@ def _words_of(name: str, benchmark: str = "") -> str:
 
 def parser_of(name: str, benchmark: str) -> Parser:
     """Return the parser of a command."""
-    module = _module_of(name, benchmark)
-    if module in PARSER_IN_MAIN:
-        module += ".__main__"
-    command = importlib.import_module(module)
+    command = importlib.import_module(_module_of(name, benchmark))
     if not hasattr(command, "parser"):
         # system_tuning imports nothing from this project, since it is also copied to bare hosts.
         parser = Parser(name)

@@ -6,16 +6,13 @@ Save the script in a file, and let ~/.bashrc or ~/.zshrc read the file with `sou
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from common import benchmarks
 from common.command_line import Parser, program
-from common.values import existing_path
 from launch.cli import ALWAYS, COMMANDS, NEVER, commands_of, owners_of, parser_of
 
 PROGRAM = "run_and_time.sh"
@@ -47,6 +44,7 @@ def script(shell: str) -> str:
     text = shtab.complete(command_tree(), shell)
     if shell == "bash":
         return text + BASH_TAIL
+    text = re.sub(r":\(((\w+= ?)+)\)", r":compadd -S '' -- \1", text)  # no space after `key=`
     # In zsh, the script of shtab works only inside `eval`, not in a file that is read by `source`.
     return f"{ZSH_HEAD}eval {shlex.quote(text)}\n"
 
@@ -95,31 +93,15 @@ def _set_values(action: argparse.Action) -> None:
     """Tell shtab how to complete the values of `action`, and of the parsers below it."""
     import shtab
 
+    words = action.choices or getattr(action, "words", None)
     if isinstance(action, argparse._SubParsersAction):
         for parser in action.choices.values():
             for each in parser._actions:
                 _set_values(each)
-    elif action.choices:
-        action.choices = [str(choice) for choice in action.choices]
-    elif words := getattr(action, "words", None):
-        action.complete = _word_completion(words)  # type: ignore[attr-defined]
-    elif action.type in (Path, existing_path) or action.metavar in FILES:
+    elif words:
+        action.choices = [str(word) for word in words]
+    elif action.type is Path or action.metavar in FILES:
         action.complete = shtab.FILE  # type: ignore[attr-defined]
-
-
-def _word_completion(words: Sequence[str]) -> dict[str, Any]:
-    """Return functions of bash and zsh that complete `words`, for shtab."""
-    name = f"{FUNCTION}_{zlib.crc32(' '.join(words).encode()):08x}"
-    listed = shlex.join(words)
-    endings = "-S ''" if all(word.endswith("=") for word in words) else ""
-    return {
-        "bash": name,
-        "zsh": name,
-        "preamble": {
-            "bash": f'{name}() {{ compgen -W {shlex.quote(" ".join(words))} -- "$1"; }}',
-            "zsh": f"{name}() {{ compadd {endings} -- {listed} }}",
-        },
-    }
 
 
 main = program(parser, lambda options: print(script(options.shell), end=""))

@@ -39,7 +39,7 @@ from common.errors import Interrupted, PreflightError
 from common.packages import is_recent, requirements, version_of
 from common.paths import ROOT
 from common.terminal import Progress, duration, has_rich, inform, print_stderr, shown
-from launch.processes.supervise import end_with_parent, raise_at_signals, supervise
+from launch.processes.supervise import end_with_parent, supervise
 from launch.torch_build import BUILDS, has_hopper, installed_build, suitable_builds
 
 # Package -> module, for packages whose module has another name.
@@ -576,7 +576,6 @@ def _add_pip(folder: Path, lock: Path) -> None:
 
 def main(name: str) -> None:
     """Print the path of a Python with the packages of the requirements file `name`."""
-    raise_at_signals()
     print(python_for(ROOT / name, ROOT / ".venv"))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +37,7 @@ from common.training.continuation import (
 )
 from launch.diagnosis import ended_normally, read_result
 from launch.processes.ranks import ONE_NODE, cpus_of_ranks, rank_environment, ranks_command
-from launch.processes.supervise import GRACE_S, end_with_parent
+from launch.processes.supervise import GRACE_S, run_module
 from launch.selection.check import Choice
 from launch.selection.choose import choose
 from launch.selection.machine import Machine
@@ -456,16 +454,8 @@ def _build_miniature_data(job: Job, prepare: str) -> None:
 
     `prepare`: the user's command, for the error.
     """
-    command = [
-        sys.executable,
-        "-m",
-        f"{job.benchmark}.prepare",
-        "miniature",
-        "--data-dir",
-        str(job.data_dir),
-    ]
-    built = subprocess.run(command, stdout=sys.stderr, preexec_fn=end_with_parent)
-    if built.returncode or not all(path.is_file() for path in job.data_files) or _damage(job):
+    code = run_module([f"{job.benchmark}.prepare", "miniature", "--data-dir", str(job.data_dir)])
+    if code or not all(path.is_file() for path in job.data_files) or _damage(job):
         raise DataError(
             "the miniature's data could not be built",
             "see the message above",

@@ -22,8 +22,7 @@ from common.terminal import inform, outlive_readers
 from launch.console import header
 from launch.environment import replaced_packages
 from launch.job import Job, note_on_one_node
-from launch.processes.supervise import raise_at_signals
-from launch.selection.machine import add_gpu_kind_option
+from launch.selection.machine import add_machine_options
 from launch.selection.request import OF_CONFIG, add_config_option
 from launch.torch_build import missing_compiler, require_fitting_torch
 
@@ -51,12 +50,7 @@ def job_parser(
         else argparse.SUPPRESS,  # only a benchmark with configs has one
     )
     add_set_option(parser, config_keys(benchmark), set_note)
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="device to use (default: the GPUs if there are any; cuda includes ROCm)",
-    )
-    add_gpu_kind_option(parser)
+    add_machine_options(parser)
     parser.variables = OF_CONFIG
     text = "print the name of the config and what would be started, and start nothing"
     parser.add_argument("--print", action="store_true", help=text)
@@ -87,7 +81,6 @@ def job_main(
 
     def main(arguments: list[str]) -> int:
         outlive_readers()
-        raise_at_signals()
         benchmark, *rest = arguments
 
         def work(options: argparse.Namespace) -> int:
@@ -114,17 +107,6 @@ def print_header(job: Job, directories: tuple[Path, Path] | None) -> None:
         inform(*in_use.lines())
 
 
-def note_on_software(job: Job) -> None:
-    """Print a note, with --print, on what `require_software` refuses."""
-    if not version_of("torch"):
-        inform(
-            "NOTE       torch is not installed: a run first installs the packages into .venv, and"
-            " uses its Python, and faster engines if it has them"
-        )
-        return
-    note_refusal(require_software, job)
-
-
 def note_refusal(check: Callable[[Job], None], job: Job) -> None:
     """Print a note, with --print, on what `check` refuses on this machine."""
     try:
@@ -133,10 +115,19 @@ def note_refusal(check: Callable[[Job], None], job: Job) -> None:
         inform(f"NOTE       {error.what}; {error.why}; {error.do}")
 
 
-def require_software(job: Job) -> None:
-    """Raise PreflightError if torch cannot use the job's GPUs. Print a note without a compiler."""
-    if job.selection.device != "cuda":
-        return
-    require_fitting_torch(job.gpus, installed(job.gpus.driver), os.environ)
-    if missing := missing_compiler():
-        inform(f"NOTE       {missing}")
+def require_software(job: Job, only_note: bool = False) -> None:
+    """Raise PreflightError if torch cannot use the job's GPUs. Print a note without a compiler.
+
+    `only_note`: with --print, print what is refused, or that torch is not installed.
+    """
+    if only_note and version_of("torch"):
+        note_refusal(require_software, job)
+    elif only_note:
+        inform(
+            "NOTE       torch is not installed: a run first installs the packages into .venv, and"
+            " uses its Python, and faster engines if it has them"
+        )
+    elif job.selection.device == "cuda":
+        require_fitting_torch(job.gpus, installed(job.gpus.driver), os.environ)
+        if missing := missing_compiler():
+            inform(f"NOTE       {missing}")

@@ -38,7 +38,6 @@ from launch.job import ensure_data, job_from, trainer_command
 from launch.job_command import (
     job_main,
     job_parser,
-    note_on_software,
     note_refusal,
     print_header,
     require_software,
@@ -191,14 +190,13 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
         _judge_checkout(request.goal, options.no_submission)
         if not options.system_tuning and (advice := system_settings.advice()):
             inform(f"NOTE       {advice}: {system_settings.remedy()}")
+    require_software(job, only_note=options.print)
     if options.print:
         run_directory.require_possible(job.log_dir / benchmark)
-        note_on_software(job)
         if not job.config.miniature:  # whose data a run builds
             note_refusal(ensure_data, job)
         print(shlex.join(trainer_command(job, Path("DIR"), 0)))
         return 0
-    require_software(job)
     with system_settings.applied(ROOT) if options.system_tuning else contextlib.nullcontext():
         return run_all(job, request)
 

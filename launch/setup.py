@@ -16,7 +16,6 @@ from common.command_line import Parser, program
 from common.paths import ROOT
 from common.terminal import inform
 from launch.environment import ALL, python_for
-from launch.processes.supervise import raise_at_signals
 from launch.torch_build import BUILDS, missing_compiler, suitable_builds
 
 
@@ -33,7 +32,6 @@ def parser() -> Parser:
 
 def setup(options: argparse.Namespace) -> None:
     """Install the packages into .venv."""
-    raise_at_signals()
     print(python_for(ROOT / ALL, ROOT / ".venv", options.build))
     has_gpu = (options.build or suitable_builds(os.environ)[0]) != "cpu"
     if has_gpu and (missing := missing_compiler()):

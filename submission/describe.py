@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.command_line import Parser, program
+from common.command_line import Parser, pairs_of, program
 from common.errors import CheckFailed, ConfigError, write_text
 from common.gpu_kinds import KINDS
 from common.machine import inventory
@@ -33,7 +33,6 @@ from common.values import gpu_kind, of_variable, spelled_as
 from submission import official_tools, prerequisites
 from submission.log_rules import converts_to_int
 from submission.official_tools import BY_HAND, CLOSED_RULESETS
-from submission.options import parse_pairs
 
 POLICY_KEYS = ("system_type", "system_type_detail", "host_network_card_count")
 # In the order of the checker, which requires all of them except POLICY_KEYS.
@@ -162,7 +161,7 @@ def _describe(options: argparse.Namespace) -> int:
     texts = list(options.set)
     if options.submitter:
         texts.append(f"submitter={options.submitter}")
-    settings = parse_pairs("--set", texts, KEYS)
+    settings = pairs_of("--set", texts, KEYS)
     if "submitter" in settings:
         prerequisites.require_org("--submitter", settings["submitter"])
     kind = of_variable(os.environ, "GPU_KIND", gpu_kind) or ""

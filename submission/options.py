@@ -1,12 +1,10 @@
-"""Arguments that several commands share: --series ID, and repeated options NAME=VALUE."""
+"""Arguments that several commands share: a folder of runs, and --series ID."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
-from common.command_line import Parser, pairs_of
-from common.suggestions import unknown
+from common.command_line import Parser
 from common.training.arguments import runs_in
 from common.values import path
 
@@ -25,19 +23,3 @@ def add_series_option(parser: Parser) -> None:
         help="series ID from the run ledger, or its beginning"
         " (default: the newest series with more than one run)",
     )
-
-
-def parse_pairs(
-    flag: str, texts: list[str], known: Collection[str], form: str = "NAME=VALUE"
-) -> dict[str, str]:
-    """Return name -> value for `texts` of the form NAME=VALUE.
-
-    `flag`: the option that has these values. `form`: how to write it, for errors.
-
-    Raises ConfigError for another form, for a name that is not in `known`, and for a repeated name.
-    """
-    values = pairs_of(flag, texts, form)
-    for name, value in values.items():
-        if name not in known:
-            raise unknown(f"{flag} {name}={value}: unknown name {name!r}", name, known)
-    return values

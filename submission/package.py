@@ -35,7 +35,7 @@ from typing import Any
 
 from common import benchmarks
 from common.atomic_write import new_folder
-from common.command_line import Parser, program
+from common.command_line import Parser, pairs_of, program
 from common.errors import CheckFailed, ConfigError, StorageError
 from common.paths import ROOT
 from common.repository import commit_of, remote_name
@@ -43,7 +43,7 @@ from common.terminal import plural
 from common.values import path
 from submission import describe, implementation, official_tools, rehearsal
 from submission.forbidden_files import forbidden_files
-from submission.options import add_series_option, parse_pairs
+from submission.options import add_series_option
 from submission.package_checks import (
     PackageRequest,
     check_description,
@@ -127,7 +127,7 @@ def _package(options: argparse.Namespace) -> int:
     """Package real or, with --rehearse, invented series; return the exit code."""
     if options.rehearse:
         return rehearse(options)
-    sources = parse_pairs("--benchmark", options.benchmark, benchmarks.closed(), "BENCHMARK=DIR")
+    sources = pairs_of("--benchmark", options.benchmark, benchmarks.closed(), "BENCHMARK=DIR")
     for name, source in sources.items():
         if not source:
             raise ConfigError(
@@ -211,7 +211,7 @@ def _rehearsal_sources(options: argparse.Namespace) -> dict[str, str]:
     texts = []
     for text in options.benchmark or benchmarks.closed():
         texts.append(text if "=" in text else f"{text}=")
-    return parse_pairs("--benchmark", texts, benchmarks.closed(), "BENCHMARK=DIR")
+    return pairs_of("--benchmark", texts, benchmarks.closed(), "BENCHMARK=DIR")
 
 
 def package(request: PackageRequest) -> int:

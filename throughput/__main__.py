@@ -22,7 +22,6 @@ from types import ModuleType
 
 from common.command_line import Parser, program
 from common.errors import PreflightError, RunError, failure_of
-from launch.processes.supervise import raise_at_signals
 from launch.selection.machine import Machine
 from throughput import options, shared_options
 
@@ -117,5 +116,4 @@ def internal_error(error: Exception) -> RunError:
 main = program(parser, start)
 
 if __name__ == "__main__":
-    raise_at_signals()
     sys.exit(main())

@@ -60,14 +60,16 @@ def is_run(folder: Path) -> bool:
 def run_or_runs(argument: Path) -> Path:
     """Return the directory of a run or of runs: that of `runs_in`, or the one that holds it.
 
-    So a run may be named by report.html, model/ or another of its files.
+    So a run may be named by report.html, model/ or another of its files, and a folder of runs by
+    its page or ledger. Any other file, such as README.md, does not name the folder that holds it.
     """
     path = runs_in(argument)
-    if path.is_file():
-        path = path.absolute().parent
-    above = path.absolute().parent
-    is_part = path.name in (MODEL_FOLDER, ADAPTER_FOLDER, CHECKPOINTS_FOLDER) and is_run(above)
-    return above if is_part else path
+    folder = path.absolute().parent if path.is_file() else path
+    above = folder.absolute().parent
+    if folder.name in (MODEL_FOLDER, ADAPTER_FOLDER, CHECKPOINTS_FOLDER) and is_run(above):
+        return above
+    is_page = path.suffix == ".html" or path.name == ledger.NAME
+    return folder if is_page or is_run(folder) or _has_weights(folder) else path
 
 
 def newest_run(argument: Path, wanted: Callable[[Path], bool]) -> Path:

@@ -37,7 +37,7 @@ from common.command_line import (
     add_set_option,
     complete,
     exit_code_of,
-    overrides_of,
+    pairs_of,
     refuse_without,
 )
 from common.config import ANY_GPU
@@ -455,7 +455,9 @@ def _benchmark_scaling(benchmark: str, options: argparse.Namespace, network: flo
         )
     else:
         path = Path(options.config)
-        points = scaling.config_points(benchmark, path, kind, overrides_of(options.set), network)
+        points = scaling.config_points(
+            benchmark, path, kind, pairs_of("--set", options.set), network
+        )
         name = f"{benchmark}, {path.name},"
     last = scaling.last_paying(points)
     if last is not None:

@@ -61,7 +61,7 @@ from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_comman
 from launch.processes.supervise import supervise
 from launch.selection.check import GPUS, VERSIONS, Choice, Objection
 from launch.selection.choose import choose, name, require_gpus
-from launch.selection.machine import Machine, add_gpu_kind_option
+from launch.selection.machine import Machine, add_machine_options
 from launch.selection.request import OF_CONFIG, Request, add_config_option
 from launch.torch_build import broken_torch
 
@@ -69,8 +69,6 @@ SECONDS = 3.0  # for which each speed is measured
 QUICK_SECONDS = 0.5  # the same with --quick
 # Subjects of objections to a config that other rows report.
 ROWS_OF_THEIR_OWN = (GPUS, VERSIONS)
-# Options that need --nodes, and their defaults.
-OF_NODES = {"launcher": "", "deadline": 600}
 SAMPLE_S = 1.0  # between readings of the driver while the GPUs work
 
 
@@ -112,8 +110,7 @@ def examine(benchmark: str, rest: list[str]) -> None:
     if options.nodes is not None:
         examine_nodes(options, os.environ)
         return
-    changed = [name for name, default in OF_NODES.items() if getattr(options, name) != default]
-    refuse_without("--nodes", {f"--{name}": getattr(options, name) for name in changed})
+    refuse_without("--nodes", {"--launcher": options.launcher, "--deadline": options.deadline})
     rows, ranks, facts = check(options, os.environ)
     if options.json:
         head = {"benchmark": options.benchmark, "verdict": overall(rows)}
@@ -140,12 +137,7 @@ def parser(benchmark: str = "") -> Parser:
     which = parser.add_mutually_exclusive_group()
     add_config_option(which, benchmark, "default: selected for the GPUs found")
     which.add_argument("--miniature", action="store_true", help="check for the toy model")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="device to check (default: the GPUs if there are any; cuda includes ROCm)",
-    )
-    add_gpu_kind_option(parser)
+    add_machine_options(parser)
     parser.variables = (*OF_CONFIG, "MODEL")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -164,14 +156,12 @@ def _add_node_options(parser: Parser) -> None:
     )
     several.add_argument(
         "--launcher",
-        default=OF_NODES["launcher"],
         metavar="COMMAND",
         help="ssh, srun, or a command with {node} in it (default: srun in a Slurm job, else ssh)",
     )
     several.add_argument(
         "--deadline",
         type=number_between(1, 7200, seconds),
-        default=OF_NODES["deadline"],
         metavar="S",
         help="seconds for the checks of each host by itself (default: 600)",
     )

@@ -14,13 +14,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from common.errors import LAUNCHED, STOP_SIGNALS, Hang, Interrupted
+from common.errors import LAUNCHED, STOP_SIGNALS, Hang
 
 PRCTL = ctypes.CDLL(None).prctl
 POLL_S = 0.5
@@ -223,6 +224,24 @@ def end_with_parent() -> None:
     PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
 
 
+def run_module(arguments: list[str]) -> int:
+    """Run a module by launch.start, with stderr as its stdout. Return its exit code.
+
+    A Ctrl-C waits until both processes can receive it: during a fork, Python drops what a handler
+    raises. The process ends with this one.
+    """
+    command = [sys.executable, "-m", "launch.start", *arguments]
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process = subprocess.Popen(command, stdout=sys.stderr, preexec_fn=end_with_parent)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    try:
+        return process.wait()
+    finally:
+        process.kill()  # no effect after its end
+
+
 def _separate_from_parent() -> None:
     """End with the parent, and ignore the signals that a batch system may send to all processes.
 
@@ -264,32 +283,29 @@ def _stop(process: subprocess.Popen, received: list[int], grace: Grace) -> None:
     ended_by(grace.seconds)
 
 
-def handled_signals() -> list[int]:
-    """Return STOP_SIGNALS, except those that the launcher's parent ignores.
+class _Received(list[int]):
+    """Signals in the order of their arrival. It is their handler."""
 
-    nohup and a shell's background jobs ignore signals in this way.
-    """
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-def raise_at_signals() -> None:
-    """Raise Interrupted at each of the handled signals from now on."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise Interrupted(number)
-
-    for number in handled_signals():
-        signal.signal(number, interrupt)
+    def __call__(self, number: int, frame: object) -> None:
+        self.append(number)
 
 
 @contextlib.contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """Collect STOP_SIGNALS in a list, so that they do not end the process."""
-    received: list[int] = []
+    """Collect STOP_SIGNALS in a list, so that they do not end the process.
+
+    Those that an outer block has collected move to the inner one, which can act on them.
+    """
+    received = _Received()
     before = {
-        number: signal.signal(number, lambda n, frame: received.append(n))
-        for number in handled_signals()
+        number: signal.signal(number, received)
+        for number in STOP_SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup and background jobs set it
     }
+    for outer in before.values():
+        if isinstance(outer, _Received):
+            received += outer
+            outer.clear()
     try:
         yield received
     finally:

@@ -89,8 +89,13 @@ class Machine:
 NO_GPUS = Machine(Probe("none"))
 
 
-def add_gpu_kind_option(parser: argparse.ArgumentParser) -> None:
-    """Add --gpu-kind, a kind that precedes the driver's name of the GPUs."""
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Add --device, and --gpu-kind, a kind that precedes the driver's name of the GPUs."""
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="device to use (default: the GPUs if there are any; cuda includes ROCm)",
+    )
     parser.add_argument(
         "--gpu-kind",
         type=values.gpu_kind,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.command_line import overrides_of
+from common.command_line import pairs_of
 from common.machine.hardware import config_names, config_path
 from common.paths import ROOT
 from common.training.continuation import SavedCheckpoint
@@ -74,7 +74,7 @@ class Request:
             gpus=of_variable(environment, "DGXNGPU", count) or 0,
             nodes=step_nodes(environment) or 1,
             miniature=miniature,
-            overrides=overrides_of(getattr(options, "set", ())),
+            overrides=pairs_of("--set", getattr(options, "set", ())),
             layers=getattr(options, "layers", None) or 0,
             device=getattr(options, "device", None) or "",
             environment=environment,

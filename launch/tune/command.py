@@ -27,13 +27,7 @@ from common.terminal import Progress, inform, print_stderr, shown
 from common.values import minutes
 from launch import diagnosis, run_directory
 from launch.job import Job, job_from, torchrun_command, trainer_environment
-from launch.job_command import (
-    job_main,
-    job_parser,
-    note_refusal,
-    print_header,
-    require_software,
-)
+from launch.job_command import job_main, job_parser, print_header, require_software
 from launch.processes.supervise import kill_processes_of, supervise
 from launch.selection.check import MEASURED_ANYWAY
 from launch.tune import results
@@ -78,11 +72,10 @@ def start(benchmark: str, options: argparse.Namespace) -> int:
             "tune starts each measurement on this node only",
             "tune a config for one node, then set nodes in its file",
         )
+    require_software(job, only_note=options.print)
     if options.print:
-        note_refusal(require_software, job)
         print_candidates(job)
         return 0
-    require_software(job)
     fastest(Target.of(job), options.minutes, options.resume, options.command)
     return 0
 

@@ -45,6 +45,7 @@ TYPOS = {
     "check x --weror": ("--weror", "--werror"),
     "llama31_8b NEXP=10": ("NEXP=10", "NEXP=10 ./run_and_time.sh"),
     "NEXP=10 llama31_8b bench": ("NEXP=10", "NEXP=10 ./run_and_time.sh"),
+    "llama31_8b run NEXP=10": ("NEXP=10", "NEXP=10 ./run_and_time.sh"),
     "--versoin": ("--versoin", "--version"),
     "-v": ("-v", "--version"),
     # options and their values
@@ -118,19 +119,20 @@ def test_the_name_of_a_config(path, meant):
         ("bench llama31_8b --steps 3", "launch.bench llama31_8b --steps 3"),
         ("llama31_8b prepare fetch --data-dir d", "llama31_8b.prepare fetch --data-dir d"),
         ("prepare llama31_8b fetch --data-dir d", "llama31_8b.prepare fetch --data-dir d"),
-        ("preflight --quick", "launch.preflight --quick"),
-        ("llama31_8b preflight", "launch.preflight llama31_8b"),
-        ("preflight llama31_8b --json", "launch.preflight llama31_8b --json"),
+        ("preflight --quick", "launch.preflight.__main__ --quick"),
+        ("llama31_8b preflight", "launch.preflight.__main__ llama31_8b"),
+        ("preflight llama31_8b --json", "launch.preflight.__main__ llama31_8b --json"),
         ("plan --model llama3.1-8b", "launch.plan.command --model llama3.1-8b"),
         ("plan llama31_8b --all", "launch.plan.command llama31_8b --all"),
         ("llama31_8b plan --all", "launch.plan.command llama31_8b --all"),
         ("check a b --werror", "submission.check a b --werror"),
-        ("system-tuning check", "system_tuning check"),
-        ("tuning check", "system_tuning check"),
+        ("llama31_8b score", "submission.score llama31_8b"),
+        ("system-tuning check", "system_tuning.__main__ check"),
+        ("tuning check", "system_tuning.__main__ check"),
         ("llama31_8b profile --memory", "launch.profile llama31_8b --memory"),
         ("tune llama31_8b", "launch.tune.command llama31_8b"),
         ("series status x --series 7", "submission.run_list --series= x --series 7"),
-        ("throughput gemm --shape 8x8x8", "throughput gemm --shape 8x8x8"),
+        ("throughput gemm --shape 8x8x8", "throughput.__main__ gemm --shape 8x8x8"),
         (
             "llama31_8b gemms check --device cpu",
             "throughput.gemm_tuning.cli llama31_8b check --device cpu",
@@ -155,17 +157,15 @@ def test_help_without_a_benchmark_is_that_of_one_with_configs(name, capsys):
         ("llama31_8b train", "./run_and_time.sh llama31_8b?"),
         ("llama31_8b benchmark", "./run_and_time.sh llama31_8b bench?"),
         ("llama31_8b bnech", "./run_and_time.sh llama31_8b bench?"),
-        ("llama31_8b scor", "./run_and_time.sh score results/llama31_8b?"),
-        ("llama31_8b validate", "./run_and_time.sh check results/llama31_8b?"),
+        ("llama31_8b scor", "./run_and_time.sh score llama31_8b?"),
+        ("llama31_8b validate", "./run_and_time.sh check llama31_8b?"),
         ("llama31_8b plna", "./run_and_time.sh llama31_8b plan?"),
         ("llama31_8b setpu", "./run_and_time.sh setup?"),
         ("ls", "./run_and_time.sh runs?"),
-        ("llama31_8b series", "./run_and_time.sh runs results/llama31_8b?"),
+        ("llama31_8b series", "./run_and_time.sh runs llama31_8b?"),
         ("llama31_8b --nexp 10", "NEXP=10 ./run_and_time.sh llama31_8b"),
         ("llama31_8b --seed=1", "SEED=1 ./run_and_time.sh llama31_8b"),
         ("llama31_8b --datadir /data/c4", "DATADIR=/data/c4 ./run_and_time.sh llama31_8b"),
-        ("llama31_8b score", "./run_and_time.sh score results/llama31_8b"),
-        ("llama31_8b report", "./run_and_time.sh report results/llama31_8b"),
         ("llama31_8b check x.txt", "./run_and_time.sh check x.txt"),
     ],
 )
@@ -402,3 +402,8 @@ def test_a_shell_completes(shell, words):
     *_, last = COMPLETED[words].split()
     text = shell.read(until=last, seconds=10).replace("\a", " ")  # the bell
     assert set(COMPLETED[words].split()) <= set(text.split())
+
+
+def test_a_value_follows_a_completed_key(shell):
+    shell.type("\x15run_and_time.sh llama31_8b --set max_samp\t5")
+    assert "max_samples=5" in shell.read(until="=5", seconds=10)

@@ -102,7 +102,6 @@ def test_a_series_is_refused_even_if_there_is_no_run_to_continue(
     before, tmp_path, monkeypatch, capsys, arguments, environment
 ):
     monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
-    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     monkeypatch.setenv("LOGDIR", str(tmp_path / "empty"))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -460,7 +459,6 @@ def test_auto_follows_the_records_and_not_the_names(
     before, log_dir, monkeypatch, capsys, runs, expected, with_ledger
 ):
     monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
-    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     for name, continues, step, started in runs:
         add_run(before, log_dir, name, continues, step, started)
     if not with_ledger:

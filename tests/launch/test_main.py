@@ -62,7 +62,6 @@ def test_what_fails_before_an_attempt_is_told_by_its_family(monkeypatch, capsys,
 
     monkeypatch.setattr(run_command, "job_from", job_from)
     monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
-    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     if code is None:
         with pytest.raises(ValueError, match="a defect"):
             run_command.main(["llama31_8b"])
@@ -518,23 +517,21 @@ def test_damaged_files_of_the_miniature_are_built_again(tmp_path, monkeypatch, c
     )
     builds = []
 
-    def repair(command, **options):
-        builds.append(command)
+    def repair(arguments):
+        builds.append(arguments)
         (tmp_path / "tokenizer.model").write_bytes(b"x" * 64)
         (tmp_path / "t.bin").write_bytes(b"x" * 64)
         good.write(tmp_path / "miniature.json")
-        return argparse.Namespace(returncode=0)
+        return 0
 
-    monkeypatch.setattr(job.subprocess, "run", repair)
+    monkeypatch.setattr(job, "run_module", repair)
     ensure_data(asked)
     assert not builds, "nothing is damaged"
     (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
     ensure_data(asked)
     assert len(builds) == 1 and "rebuilding" in capfd.readouterr().err
     (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
-    monkeypatch.setattr(
-        job.subprocess, "run", lambda command, **options: argparse.Namespace(returncode=0)
-    )
+    monkeypatch.setattr(job, "run_module", lambda arguments: 0)
     with pytest.raises(DataError, match="built"):
         ensure_data(asked)
 
@@ -556,7 +553,7 @@ def test_damaged_files_in_datadir_are_an_error(tmp_path, monkeypatch):
         environment={"DATADIR": str(tmp_path)},
         continues=None,
     )
-    monkeypatch.setattr(job.subprocess, "run", lambda *_, **__: pytest.fail("DATADIR is written"))
+    monkeypatch.setattr(job, "run_module", lambda arguments: pytest.fail("DATADIR is written"))
     ensure_data(asked)
     (tmp_path / "t.bin").write_bytes(b"y" * 64)
     with pytest.raises(DataError, match="damaged"):

@@ -157,7 +157,6 @@ def test_a_tool_on_path_is_called_around_rank_0(tmp_path):
 def profile_command(tmp_path, monkeypatch):
     """The command in this process."""
     monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
-    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     return lambda *arguments, out="out": profile.main(
         ["llama31_8b", "--device", "cpu", "--out", str(tmp_path / out), *arguments]
     )

@@ -1,11 +1,14 @@
 """Test through run_and_time.sh that the recorded commit is that of this repository, or null."""
 
 import json
+import os
 import shutil
 import subprocess
 
 import pytest
 from toy import TORCHRUN, finish, launch, make_project
+
+from common.repository import changes_of
 
 
 def git(folder, *arguments):
@@ -83,3 +86,13 @@ def test_untracked_files_count_whatever_the_user_configured(clone, tmp_path):
     assert version(root, tmp_path, **home) == f"toy 7.8, commit {own}"
     (root / "common/new.py").write_text("")
     assert version(root, tmp_path, **home) == f"toy 7.8, commit {own}, modified"
+
+
+def test_reading_the_state_of_the_checkout_takes_no_lock(tmp_path):
+    """A status that is killed by Ctrl-C would leave the lock behind, and git refuses to work."""
+    (tmp_path / "file").write_text("text")
+    commit(tmp_path)
+    index = tmp_path / ".git" / "index"
+    os.utime(tmp_path / "file", (0, 0))  # the index would be refreshed
+    before = index.stat().st_mtime_ns
+    assert changes_of(tmp_path) == [] and index.stat().st_mtime_ns == before

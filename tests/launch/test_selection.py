@@ -349,7 +349,7 @@ REFUSED = [
     (NOTHING, {}, {"device": "cuda"}, PreflightError, "no GPU", "nvidia-smi"),
     (NOTHING, {}, {"config": MI300X_FILE}, PreflightError, "8 x MI300X", "plan --config"),
     (NOTHING, {"GPU_KIND": "MI999X"}, {}, ConfigError, "GPU_KIND=MI999X is unknown", "unset"),
-    (NOTHING, {}, {"set": ["env.FOO=1"]}, ConfigError, "sets an environment", "FOO=1"),
+    (NOTHING, {}, {"set": ["env.FOO=1"]}, ConfigError, "unknown key env.FOO", "FOO=1"),
     (
         *(NOTHING, {}, {"miniature": True, "set": ["miniature=false"]}),
         *(ConfigError, "--set miniature=false", "leave out"),
@@ -656,7 +656,6 @@ def test_ten_runs_that_package_would_refuse_are_not_started(
     monkeypatch.setattr(run_command, "refusal_reasons", lambda root, environment: reasons)
     monkeypatch.setattr(run_command.system_settings, "advice", lambda: "")
     monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
-    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     monkeypatch.setattr(Machine, "of", lambda *_: Machine(MI300X))
     for name, text in (("DATADIR", tmp_path), ("LOGDIR", tmp_path), ("NEXP", runs)):
         monkeypatch.setenv(name, str(text))
@@ -673,7 +672,17 @@ def test_ten_runs_that_package_would_refuse_are_not_started(
 )
 def test_a_name_that_package_would_refuse_starts_no_run(org, monkeypatch, capsys):
     monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
-    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     monkeypatch.setenv("MLPERF_SUBMISSION_ORG", org)
     assert run_command.main([LORA, "--miniature", "--print"]) == 2
     assert "MLPERF_SUBMISSION_ORG" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [run_command, bench, profile, tune])
+@pytest.mark.parametrize("version", ["", "2.13"])
+def test_what_is_printed_without_torch_says_that_it_is_not_installed(
+    command, version, monkeypatch, capsys
+):
+    monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
+    monkeypatch.setattr(job_command, "version_of", lambda package: version)
+    assert command.main([LORA, "--miniature", "--print"]) == 0
+    assert ("torch is not installed" in capsys.readouterr().err) == (not version)

@@ -72,10 +72,9 @@ def test_ctrl_c_in_the_first_half_second(words, tmp_path):
 
 
 def test_ctrl_c_is_silent_unless_something_can_be_done(capsys):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    assert exit_code_of(interrupted) == 130 and capsys.readouterr().err == ""
+    before = signal.getsignal(signal.SIGINT)
+    assert exit_code_of(lambda: os.kill(os.getpid(), signal.SIGINT)) == 130
+    assert capsys.readouterr().err == "" and signal.getsignal(signal.SIGINT) is before
 
 
 NO_READER = "(exec <&-; sleep 1); exit ${PIPESTATUS[0]}"
@@ -117,3 +116,17 @@ def test_another_shell_starts_the_script_and_none_is_replaced_by_it():
     line = 'source "$1" --version; echo still $?'
     done = subprocess.run(["bash", "-c", line, "bash", SCRIPT], capture_output=True, text=True)
     assert done.stdout == "still 2\n" and len(done.stderr.splitlines()) == 3
+
+
+FORKED = """
+import os, signal, sys
+from common.command_line import exit_code_of
+from launch.processes.supervise import run_module
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+sys.exit(exit_code_of(lambda: run_module(["this"])))
+"""
+
+
+def test_ctrl_c_during_a_fork_is_not_lost():
+    done = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True)
+    assert done.returncode == 130 and done.stderr == b""

@@ -126,7 +126,6 @@ def test_a_run_and_a_series_are_tuned_when_asked_and_else_told_what_could_be_bet
     monkeypatch.setattr(run_command, "run_all", lambda *_: order.append("runs") or 0)
     monkeypatch.setattr(job_command, "header", lambda *_: [])
     monkeypatch.setattr(job_command, "outlive_readers", lambda: None)
-    monkeypatch.setattr(job_command, "raise_at_signals", lambda: None)
     monkeypatch.setattr(system_settings, "applied", tuned)
     monkeypatch.setattr(system_settings, "advice", lambda: "governor could be better")
     assert run_command.main(["llama31_8b", "--system-tuning"]) == 0 and order == [

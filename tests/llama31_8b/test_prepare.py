@@ -554,7 +554,7 @@ def test_fetch_recognizes_complete_data(tmp_path, capsys, storage):
 
 def test_interrupt_and_full_disk_have_their_exit_codes(capsys):
     def interrupted():
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
 
     def full():
         raise OSError(28, "No space left on device", "/data/x")

@@ -90,7 +90,7 @@ def parser_of(what: str) -> Parser:
 
 def test_the_launcher_checks_it_without_a_benchmark():
     assert read(["throughput", "gemm", "--precision", "fp8"])[1] == [
-        "throughput",
+        "throughput.__main__",
         "gemm",
         "--precision",
         "fp8",

@@ -65,6 +65,14 @@ def test_a_run_is_named_by_what_is_in_it(logs, name):
     assert weights_of(path) == Weights(run / "model")
 
 
+def test_only_a_page_or_the_ledger_names_a_folder_of_runs(logs):
+    for name, means in (("report.html", logs), ("attempts.jsonl", logs), ("README.md", None)):
+        file = logs / name
+        file.touch()
+        assert run_or_runs(file) == (means or file)
+    assert run_to_continue(logs / "README.md") == logs / "README.md"
+
+
 def test_a_folder_of_runs_is_its_newest_run_where_one_run_is_needed(logs):
     new = logs / "20261102-000000_b_seed2"
     assert run_or_runs(logs) == logs

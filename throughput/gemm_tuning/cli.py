@@ -22,14 +22,14 @@ from pathlib import Path
 from types import ModuleType
 
 from common.benchmarks import config_keys
-from common.command_line import PROGRAM, Parser, add_set_option, exit_code_of, overrides_of
+from common.command_line import PROGRAM, Parser, add_set_option, exit_code_of, pairs_of
 from common.config import RunConfig
 from common.errors import ConfigError, PreflightError, StorageError
 from common.paths import ROOT
 from launch import run_directory
 from launch.selection.choose import choose
 from launch.selection.machine import Machine
-from launch.selection.request import Request
+from launch.selection.request import Request, add_config_option
 from throughput.gemm_tuning.tunable_op_files import (
     PREFIX,
     configured,
@@ -55,9 +55,7 @@ def parser(benchmark: str) -> Parser:
         metavar="FILE",
         help="tune: tuned file to write (default: configs/gemm/<GPU>.csv)",
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="config file (default: selected for the GPUs found)"
-    )
+    add_config_option(parser, benchmark, "default: selected for the GPUs found")
     add_set_option(parser, config_keys(benchmark))
     parser.add_argument("--device", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
     return parser
@@ -136,7 +134,7 @@ def bench_command(benchmark: str, config: RunConfig, options: argparse.Namespace
         command.append(f"--config={options.config}")
     if options.device:
         command.append(f"--device={options.device}")
-    changes = overrides_of(options.set)
+    changes = pairs_of("--set", options.set)
     changes["global_batch_size"] = str(2 * config.micro_batch_size * config.world_size)
     return [*command, *(f"--set={key}={value}" for key, value in changes.items())]
 

@@ -25,6 +25,7 @@ from launch.preflight.nodes.start import Ended, command_on, launcher_words, node
 
 SECONDS = 2.0  # for which each all-reduce is measured
 QUICK_SECONDS = 0.5  # the same with --quick
+DEADLINE_S = 600.0  # default of --deadline
 START_S = 120.0  # for imports and the start of the process group
 PAIR_S = 60.0  # for each all-reduce
 
@@ -51,7 +52,7 @@ class NodesCheck:
     def __init__(self, options: argparse.Namespace, environment: Mapping[str, str]):
         self.options = options
         self.environment = environment
-        self.launcher = launcher_words(options.launcher, environment)
+        self.launcher = launcher_words(options.launcher or "", environment)
         self.rows: dict[str, list[CheckRow]] = {node: [] for node in node_names(options.nodes)}
         self.answers: dict[str, dict] = {}  # node -> answer of `preflight --json`
         self.network: list[CheckRow] = []
@@ -67,7 +68,7 @@ class NodesCheck:
         benchmark = filter(None, [self.options.benchmark])
         arguments = ["-m", "launch.preflight", *benchmark, "--json", *self._options_of_a_node()]
         sent = select(Use.NODES, self.environment)
-        limit_s = self.options.deadline
+        limit_s = self.options.deadline or DEADLINE_S
         inform(f"nodes      checking {len(self.rows)}, each for at most {limit_s:.0f} s ...")
         commands = {
             node: command_on(node, self.launcher, arguments, sent, limit_s) for node in self.rows

@@ -76,6 +76,16 @@ def test_signals_are_passed_on_and_stubborn_ranks_are_killed(tmp_path, number):
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+def test_a_signal_before_the_start_of_the_processes_ends_them(tmp_path):
+    """As Ctrl-C while the launcher starts the live screen."""
+    began = time.monotonic()
+    with supervise.signals_noted() as received:
+        os.kill(os.getpid(), signal.SIGINT)
+        ending = start(tmp_path, "time.sleep(60)", grace=Grace(0.5))
+        assert ending.signal_number == signal.SIGINT and received == []
+    assert time.monotonic() - began < 8 and not alive(tmp_path)
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_ranks_that_save_in_time_get_no_sigterm(tmp_path, saves):
     script = f"""
