@@ -46,6 +46,15 @@ def no_engines_chosen():
     engines.forget()
 
 
+@pytest.fixture(autouse=True)
+def own_environment():
+    """Restore the environment: commands that a test calls may set variables of their process."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="module")
 def processes():
     """Yield a process group that holds only this process, and end it after the test file."""
