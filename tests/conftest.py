@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from unittest import mock
 
 import fp8_on_cpu  # noqa: F401  (changes torch)
 import pytest
@@ -49,10 +50,8 @@ def no_engines_chosen():
 @pytest.fixture(autouse=True)
 def own_environment():
     """Restore the environment: commands that a test calls may set variables of their process."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="module")

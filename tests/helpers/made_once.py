@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+from unittest import mock
 
 
 def made_once(tmp_path_factory, name, make):
@@ -19,6 +20,7 @@ def made_once(tmp_path_factory, name, make):
         if not done.exists():
             shutil.rmtree(folder, ignore_errors=True)  # left by a failure
             folder.mkdir()
-            make(folder)
+            with mock.patch.dict(os.environ):  # commands may set variables of their process
+                make(folder)
             done.touch()
     return folder
