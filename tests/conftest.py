@@ -47,9 +47,9 @@ def no_engines_chosen():
     engines.forget()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def own_environment():
-    """Restore the environment: commands that a test calls may set variables of their process."""
+    """Restore the environment after the tests of a file, which call commands that set variables."""
     with mock.patch.dict(os.environ):
         yield
 
