@@ -23,6 +23,7 @@ from common.errors import (
     STOP_SIGNALS,
     ConfigError,
     Interrupted,
+    RunError,
     StorageError,
     failure_of,
     file_of,
@@ -57,12 +58,15 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
         except BrokenPipeError:
             print_stderr("note: the reader closed the output before everything was written")
             return PIPE_CLOSED
+        except KeyboardInterrupt:  # of a library: `_interruptible` raises Interrupted
+            failure: RunError = Interrupted(signal.SIGINT)
         except Exception as error:
-            failure = failure_of(error)
-            if failure is None and isinstance(error, OSError):
-                failure = _refused_file_operation(error)
-            if failure is None:
+            known = failure_of(error)
+            if known is None and isinstance(error, OSError):
+                known = _refused_file_operation(error)
+            if known is None:
                 raise
+            failure = known
         if failure.exit_code != 128 + signal.SIGINT or failure.do:
             print_stderr(failure.lines())
         return failure.exit_code
