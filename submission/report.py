@@ -160,7 +160,7 @@ def _watch(folder: Path, series: str) -> None:
     """
     _wait_for_run(folder)
     print(f"{folder / 'report.html'}: written every {WATCH_S:.0f} s while a run is running")
-    while _is_open(folder):
+    while any(row.open for row in rows_of(folder)):
         write(folder, series, WATCH_S)
         time.sleep(WATCH_S)
 
@@ -170,15 +170,8 @@ def _wait_for_run(folder: Path) -> None:
     if folder.exists():
         return
     print(f"{folder}: waiting for a run to start in this directory, which does not exist yet")
-    while not folder.is_dir() or not (is_run(folder) or rows_of(folder)):
+    while not folder.is_dir() or not rows_of(folder):
         time.sleep(WAIT_S)
-
-
-def _is_open(folder: Path) -> bool:
-    """Return whether a run in `folder`, which may be its directory, has yet to end."""
-    if is_run(folder):
-        return Run.in_directory(folder).alive
-    return any(row.open for row in rows_of(folder))
 
 
 def _single_runs(folder: Path) -> list[RunRow]:

@@ -39,7 +39,7 @@ from common.records.json_lines import is_number
 from common.records.run_states import GOOD
 from common.terminal import duration, plural, table
 from common.text_tables import number
-from common.training.arguments import run_or_runs
+from common.training.arguments import is_run, run_or_runs
 from submission.run import Run
 
 COMMIT_LENGTH = 9  # number of characters of a commit's hash in the table
@@ -148,7 +148,7 @@ def _key_column(key: str, rows: list[RunRow]) -> Column:
 def rows_of(log_dir: Path) -> list[RunRow]:
     """Return the runs in the ledgers of `log_dir`, oldest first.
 
-    `log_dir`: LOGDIR or LOGDIR/<benchmark>. Raises ConfigError if it is not a directory.
+    `log_dir`: LOGDIR, LOGDIR/<benchmark> or a run. Raises ConfigError if it is not a directory.
     """
     if not log_dir.is_dir():
         raise ConfigError(
@@ -156,6 +156,8 @@ def rows_of(log_dir: Path) -> list[RunRow]:
             "runs are listed from the LOGDIR in which they were started",
             "name that directory, or set LOGDIR",
         )
+    if is_run(log_dir):
+        return [row_of(Run.in_directory(log_dir))]
     runs: list[Run] = []
     for folder in ledger.run_folders(log_dir):
         runs += [run for run in Run.in_folder(folder) if run.start or run.path.exists()]

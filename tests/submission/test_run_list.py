@@ -190,3 +190,6 @@ def test_runs_without_a_ledger_are_listed_by_their_files(tmp_path, capsys):
         assert states == {"good": "success", "failed": "hang", "killed": "lost"}
         assert rows["good"]["seed"] == 3_123_456_789 and rows["good"]["started"][:2] == "20"
         assert "no beat" in rows["failed"]["reason"]
+    for argument in (folder / "good", folder / "good/result.txt"):
+        assert run_list.main([str(argument), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == [rows["good"]]
