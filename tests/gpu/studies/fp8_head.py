@@ -322,6 +322,9 @@ HEADS: dict[str, HeadFormat | None] = {
     "wgrad": HeadFormat(wgrad=NEAREST),
     "wgrad, stochastic": HeadFormat(wgrad=STOCHASTIC),
     "forward": HeadFormat(forward=True),
+    "forward, fp32 sums": HeadFormat(forward=True, fast_sums=False),
+    "dgrad, fp32 sums": HeadFormat(dgrad=NEAREST, fast_sums=False),
+    "wgrad, fp32 sums": HeadFormat(wgrad=NEAREST, fast_sums=False),
 }
 
 
