@@ -99,19 +99,18 @@ def _interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(number)
 
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     endings = (signal.SIG_DFL, signal.default_int_handler)
-    taken = [number for number, handler in before.items() if handler in endings]
-    if threading.current_thread() is not threading.main_thread():
-        taken = []
-    for number in taken:
-        signal.signal(number, interrupt)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) in endings:
+                before[number] = signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in taken:
+        for number, handler in before.items():
             if signal.getsignal(number) is interrupt:  # `work` may have its own handler now
-                signal.signal(number, before[number])
+                signal.signal(number, handler)
 
 
 def _refused_file_operation(error: OSError) -> StorageError:
