@@ -23,13 +23,13 @@ CPU, with FP8 products emulated.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ import convergence
 import number_formats
 import torch
 from block_formats import E5M2
-from convergence import LEARNING_RATE, WARMUP_STEPS, config_of, text_batches, train_losses
+from convergence import config_of, text_batches, train_losses, train_steps
 from head_formats import (
     GRADIENTS,
     NEAREST,
@@ -55,6 +55,7 @@ from head_formats import (
     quantize_softmax,
     random_softmax,
     softmax_amaxes,
+    unscaled_product,
 )
 from head_gradients import (
     head_samples,
@@ -67,19 +68,13 @@ from head_gradients import (
 from number_formats import LAST, mean_and_error, merged, seeds_of
 from torch import Tensor
 
-from common.data import corpus
 from common.data.gpt_dataset import sequences_in
 from common.data.indexed_dataset_writer import IndexedDatasetWriter
 from common.data.preparation import Recipe, build_once
-from common.kernels.attention import attention_backends
 from common.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from common.model.shapes import LLAMA31_8B, ModelShape
 from common.sharding.processes import Processes, start_processes
-from common.training.assembly import Batching
-from common.training.loop import train_step
-from common.training.pretraining import assemble_random
-from common.training.schedules import warmup_cosine
-from llama31_8b.rules import CLOSED
+from launch.preflight.measure import median_s
 
 SHAPE = replace(LLAMA31_8B, num_layers=2)
 SMALL = ModelShape(1, 256, 512, 4, 2, SHAPE.vocab_size, 10000.0)
@@ -88,6 +83,7 @@ GATE = 0.3  # % of samples
 # Loss of the 8B per sequence near its target, and sequences to the target (docs/number_formats.md).
 SLOPE = 0.0275 / 12288
 SEQUENCES = 161109
+SECONDS = 0.5  # for which each kernel is timed
 
 # Text
 
@@ -101,7 +97,7 @@ def prepare_text(data_dir: Path, vocabulary: int) -> Path:
     def build(folder: Path) -> dict:
         from tokenizers import ByteLevelBPETokenizer
 
-        texts = list(dict.fromkeys(document.text for document in documents()))
+        texts = number_formats.texts()
         tokenizer = ByteLevelBPETokenizer()
         tokenizer.train_from_iterator(texts, vocabulary, min_frequency=2, show_progress=False)
         writer = IndexedDatasetWriter(folder / name, vocabulary)
@@ -117,14 +113,6 @@ def prepare_text(data_dir: Path, vocabulary: int) -> Path:
     )
     build_once(data_dir, recipe, build)
     return data_dir / name
-
-
-def documents() -> Iterator[corpus.Document]:
-    """Yield the documents of number_formats.py."""
-    yield from corpus.documents()
-    for package in number_formats.TEXT_PACKAGES:
-        origin = importlib.util.find_spec(package).origin
-        yield from corpus.module_documents(Path(origin).parent)
 
 
 def batches_of(args: argparse.Namespace, shape: ModelShape, steps: int, seed: int) -> Iterator[Any]:
@@ -156,20 +144,14 @@ def guarded(part: Callable[..., Any], *arguments: Any) -> Any:
 def snapshots(args: argparse.Namespace, shape: ModelShape, processes: Processes) -> Iterator[Any]:
     """Train as shipped. Yield (step, loss, samples of the head) at each of args.steps."""
     wanted = [int(step) for step in args.steps.split(",")]
-    batch_count = max(wanted) + args.batches
-    batches = batches_of(args, shape, batch_count, 1)
-    rules = replace(CLOSED, shape=shape, sequence_length=convergence.SEQUENCE)
-    on_device = (torch.from_numpy(batch).to(processes.device) for batch in batches)
-    # The last batches train nothing.
-    held_out = [next(on_device) for _ in range(args.batches)]
-    lr_at = warmup_cosine(LEARNING_RATE, LEARNING_RATE / 10, WARMUP_STEPS, max(wanted))
-    assembly = assemble_random(training_config(args), rules, processes, 1)
-    batching = Batching(convergence.BATCH, 1)
-    with attention_backends(processes.device.type):
-        for step in range(1, max(wanted) + 1):
-            loss, _ = train_step(assembly, on_device, batching, lr_at(step - 1), processes)
-            if step in wanted:
-                yield step, float(loss), list(head_samples(assembly.model, held_out))
+    steps = max(wanted)
+    batches = batches_of(args, shape, steps + args.batches, 1)
+    # These batches train nothing.
+    held_out = [torch.from_numpy(next(batches)).to(processes.device) for _ in range(args.batches)]
+    trained = train_steps(training_config(args), batches, steps, processes, 1, shape)
+    for step, (assembly, loss) in enumerate(trained, 1):
+        if step in wanted:
+            yield step, float(loss), list(head_samples(assembly.model, held_out))
 
 
 def gradients(args: argparse.Namespace, shape: ModelShape, processes: Processes) -> None:
@@ -201,22 +183,7 @@ def gradients(args: argparse.Namespace, shape: ModelShape, processes: Processes)
 # Times
 
 
-def milliseconds(launch: Callable[[], object], repeats: int) -> float:
-    """Return the median over three blocks of `repeats` launches."""
-    launch()
-    blocks = []
-    for _ in range(3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            launch()
-        end.record()
-        torch.cuda.synchronize()
-        blocks.append(start.elapsed_time(end) / repeats)
-    return statistics.median(blocks)
-
-
-def times(args: argparse.Namespace) -> None:
+def times() -> None:
     """Print milliseconds at the 8B's shape, of random logits."""
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -228,8 +195,8 @@ def times(args: argparse.Namespace) -> None:
     launches = {**casts(softmax, x, weight), **products(softmax, x, weight)}
     print("| 8,192 x 4,096 x 128,256 | ms |\n|---|---|")
     for name, launch in launches.items():
-        took = guarded(milliseconds, launch, args.repeats)
-        print(f"| {name} | {'failed' if took is None else f'{took:.3f}'} |", flush=True)
+        took_s = guarded(median_s, launch, device, SECONDS)
+        print(f"| {name} | {'failed' if took_s is None else f'{1e3 * took_s:.3f}'} |", flush=True)
 
 
 Launches = dict[str, Callable[[], object]]
@@ -254,21 +221,9 @@ def products(softmax: Softmax, x: Tensor, weight: Tensor) -> Launches:
     }
     for name, pair in factors.items():
         for fast in (True, False):
-            launches[f"{name} FP8, {'fast' if fast else 'fp32'} sums"] = fp8_product(*pair, fast)
+            sums = "fast" if fast else "fp32"
+            launches[f"{name} FP8, {sums} sums"] = partial(unscaled_product, *pair, fast)
     return launches
-
-
-def fp8_product(a: Quantized, b: Quantized, fast_sums: bool) -> Callable[[], Tensor]:
-    """Return a launch of the product alone, without scales per row."""
-    one = torch.ones(1, device=a.values.device)
-    return lambda: torch._scaled_mm(
-        a.values,
-        b.values.t(),
-        scale_a=one,
-        scale_b=one,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast_sums,
-    )
 
 
 def casts(softmax: Softmax, x: Tensor, weight: Tensor) -> Launches:
@@ -425,14 +380,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default="backward;backward, stochastic;forward")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--add", type=Path, nargs="*", default=[])
-    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args(arguments)
     if args.part == "text":
         print(prepare_text(args.data_dir, args.vocabulary))
         return
     if args.part == "times":
-        times(args)
+        times()
         return
     args.steps = args.steps or ("20,400" if args.part == "gradients" else "500")
     if args.small:

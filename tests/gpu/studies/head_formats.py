@@ -85,20 +85,24 @@ def quantize(x: Tensor, rounding: Rounding, amax: float | None = None) -> Quanti
     return Quantized(values if x.is_cuda else values.bfloat16(), inverse)
 
 
+def unscaled_product(a: Quantized, b: Quantized, fast_sums: bool) -> Tensor:
+    """Return the product of the values in bf16, [M, N], of a [M, K] and b [N, K]."""
+    if a.values.dtype == torch.bfloat16:
+        return a.values @ b.values.t()
+    one = torch.ones(1, device=a.values.device)
+    return torch._scaled_mm(
+        a.values,
+        b.values.t(),
+        scale_a=one,
+        scale_b=one,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_sums,
+    )
+
+
 def multiply(a: Quantized, b: Quantized, fast_sums: bool) -> Tensor:
     """Return a b^T in fp32, [M, N], of a [M, K] and b [N, K]. The tensor cores' result is bf16."""
-    if a.values.dtype == torch.bfloat16:
-        product = a.values @ b.values.t()
-    else:
-        one = torch.ones(1, device=a.values.device)
-        product = torch._scaled_mm(
-            a.values,
-            b.values.t(),
-            scale_a=one,
-            scale_b=one,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=fast_sums,
-        )
+    product = unscaled_product(a, b, fast_sums)
     return product.float().mul_(a.inverse_scale).mul_(b.inverse_scale.t())
 
 

@@ -25,6 +25,7 @@ from head_formats import (
 from torch import Tensor
 
 from common.model.llama import Llama
+from common.self_test.results import decibels
 from llama31_8b.rules import CLOSED
 
 # A variant is unbiased if the mean growth of its rows is at most the larger of the two limits,
@@ -214,8 +215,7 @@ def measure_input(sample: Sample, count: int, amax: float) -> dict[str, Any]:
     for name, function in variants("W", amax):
         found = function(p, y)
         results[name] = Errors(true, found).row(true.square().sum(1).argsort())
-        noise = (found - true).square().sum() / whole.square().sum()
-        results[name]["dB"] = -10 * math.log10(max(float(noise), 1e-30))
+        results[name]["dB"] = decibels(whole, whole + (found - true))
     return {
         "rows": len(p),
         "flushed": {name: flushed(p, rounding, amax) for name, rounding in GRADIENTS.items()},
@@ -233,15 +233,14 @@ def measure_whole(sample: Sample, count: int, amax: float) -> dict[str, float]:
     at = rows[:, None] == labels
     label_part = at.double() * sample.softmax.label_part()
     whole = (p.double() + label_part) @ y.double().t()
-    decibels = {}
+    results: dict[str, float] = {}
     for name, function in variants("x", amax):
         if name.startswith("bf16"):  # rounds the label's column too
             found = function((p.double() + label_part).float(), y)
         else:
             found = function(p, y) + label_part @ y.double().t()
-        noise = (found - whole).square().sum() / whole.square().sum()
-        decibels[name] = -10 * math.log10(max(float(noise), 1e-30))
-    return decibels
+        results[name] = decibels(whole, found)
+    return results
 
 
 def print_gradients(measured: dict[str, Any]) -> None:
@@ -260,12 +259,12 @@ def print_gradients(measured: dict[str, Any]) -> None:
             "| decile 1 | 10 | AdamW % | ± | dB | unbiased |\n|" + "---|" * 12
         )
         for name, row in found["variants"].items():
-            decibels = row.get("dB") or (measured["whole"] or {}).get(name, math.nan)
+            ratio = row.get("dB") or (measured["whole"] or {}).get(name, math.nan)
             adam = row.get("AdamW", {}).get("growth", (math.nan, math.nan))
             cells = [100 * row["growth"][0], 100 * row["growth"][1], 100 * row["negative"]]
             cells += [100 * row["common"], 100 * row["error"]]
             cells += [100 * row["deciles"][0][0], 100 * row["deciles"][-1][0]]
-            cells += [100 * adam[0], 100 * adam[1], decibels]
+            cells += [100 * adam[0], 100 * adam[1], ratio]
             numbers = " | ".join(f"{cell:.3f}" for cell in cells)
             print(f"| {name} | {numbers} | {'yes' if is_unbiased(row) else 'NO'} |")
 
