@@ -149,12 +149,6 @@ class Quantizer:
         """1 / scale, fp32 [1], a view of the state: value = stored number * this."""
         return self.state[INVERSE : INVERSE + 1]
 
-    def rescale(self) -> None:
-        """Set the scale to F / amax (see `new_scale`)."""
-        scale = new_scale(self.largest, self.state[AMAX], self.state[SCALE])
-        self.state[SCALE] = scale
-        self.state[INVERSE] = 1.0 / scale
-
 
 def new_scale(largest: Tensor | float, amax: Tensor, old: Tensor) -> Tensor:
     """Return largest / amax where that is a usable scale, else the old scale, else 1.

@@ -23,7 +23,16 @@ from torch import Tensor
 
 from common.kernels import transpose
 from common.kernels.architecture import AMD_CACHE_LINE, Tile, architecture, assert_contiguous
-from common.kernels.fp8 import AMAX, SATURATED, SCALE, QuantizedTensor, Quantizer
+from common.kernels.fp8 import (
+    AMAX,
+    AMAX_FLOOR,
+    INVERSE,
+    SATURATED,
+    SCALE,
+    QuantizedTensor,
+    Quantizer,
+    new_scale,
+)
 
 # Triton kernels can use globals only if they are constexpr.
 AMAX_ONLY, STORE, STORE_AND_RECORD, UNQUANTIZED = (tl.constexpr(mode) for mode in range(4))
@@ -64,14 +73,63 @@ def launch_modes(quantizer: Quantizer | None) -> Iterator[tl.constexpr]:
         yield UNQUANTIZED
     elif not quantizer.two_pass:
         yield STORE_AND_RECORD if quantizer.recording else STORE
+    elif quantizer.weight:  # its AMAX is 0 before and after, since only these launches use it
+        yield AMAX_ONLY
+        rescale(quantizer)
+        yield STORE
     else:
         amax = quantizer.state[AMAX]
         before = amax.clone()
         amax.zero_()
         yield AMAX_ONLY
-        quantizer.rescale()
-        amax.copy_(torch.maximum(before, amax) if quantizer.recording else before)
+        after = torch.maximum(before, amax) if quantizer.recording else before
+        rescale(quantizer)
+        amax.copy_(after)
         yield STORE
+
+
+def rescale(quantizer: Quantizer) -> None:
+    """Set the scale from the recorded AMAX (see `fp8.new_scale`), and AMAX to 0."""
+    engine = "triton" if quantizer.state.is_cuda else "reference"
+    RESCALE[engine](quantizer.state, quantizer.largest)
+
+
+def rescale_reference(state: Tensor, largest: float) -> None:
+    scale = new_scale(largest, state[AMAX], state[SCALE])
+    state[SCALE] = scale
+    state[INVERSE] = 1.0 / scale
+    state[AMAX] = 0.0
+
+
+@triton.jit
+def _rescale_kernel(state_ptr, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
+    """Compute what `rescale_reference` computes, bit for bit. One program."""
+    old = tl.load(state_ptr + 1)
+    amax = tl.load(state_ptr + 2)
+    # torch divides a number by a tensor in these two operations.
+    scale = tl.div_rn(1.0, tl.maximum(amax, FLOOR)) * LARGEST
+    usable = (amax > 0) & (scale > 0)
+    scale = tl.where(usable, scale, tl.where(old > 0, old, 1.0))
+    tl.store(state_ptr, tl.div_rn(1.0, scale))
+    tl.store(state_ptr + 1, scale)
+    tl.store(state_ptr + 2, 0.0)
+
+
+def rescale_settings(arch: str) -> Tile:
+    return Tile(rows=1, columns=1, warps=1)
+
+
+def rescale_triton(state: Tensor, largest: float) -> None:
+    """Triton version of `rescale_reference`.
+
+    As torch operations, the 17 launches of each weight took a sixth of the host's time in a step of
+    the 8B with half a sequence per GPU.
+    """
+    tile = rescale_settings(architecture(state.device))
+    _rescale_kernel[(1,)](state, largest, AMAX_FLOOR, **tile.options)
+
+
+RESCALE = {"reference": rescale_reference, "triton": rescale_triton}
 
 
 def quantize_with(

@@ -180,6 +180,8 @@ def launch_weights() -> None:
             quantize.quantize_triton(
                 bf16(shape.hidden_size, columns), Quantizers(transposed=True).forward
             )
+    quantizer = Quantizers(transposed=True).forward
+    quantize.rescale_triton(quantizer.state, quantizer.largest)
     weight = torch.empty(6144, 4096, dtype=torch.uint8, device=META)
     transpose.transpose_triton(weight, weight.new_empty(4096, 6144))
 

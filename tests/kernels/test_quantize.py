@@ -7,7 +7,12 @@ import torch
 from kernel_checks import DEVICE, normal, unrounded
 
 from common.kernels.fp8 import AMAX, SATURATED, SCALE
-from common.kernels.quantize import IMPLEMENTATIONS, quantize_reference, quantize_triton
+from common.kernels.quantize import (
+    IMPLEMENTATIONS,
+    RESCALE,
+    quantize_reference,
+    quantize_triton,
+)
 from common.model.linear_layers import HEADROOM, HISTORY, DelayedScaling
 
 pytestmark = pytest.mark.quick
@@ -99,6 +104,31 @@ def test_both_engines_follow_the_same_scales_after_a_number_that_is_not_finite(b
     largest = 2.0 if math.isnan(bad) else 1.0
     assert states["triton"][1] == pytest.approx(448.0 / (HEADROOM * largest))
     assert states["triton"][-1] == pytest.approx(448.0 / (HEADROOM * (HISTORY + 3)))
+
+
+@pytest.mark.parametrize("old", [0.0, 3.0])
+@pytest.mark.parametrize("amax", [0.0, 1e-30, 1.5e-12, 0.3, 7.0, 1e30, math.inf])
+def test_both_engines_set_the_same_scale_bit_for_bit(amax, old):
+    states = []
+    for function in RESCALE.values():
+        state = torch.zeros(4, device=DEVICE)
+        state[SCALE], state[AMAX], state[SATURATED] = old, amax, 5.0
+        function(state, 448.0)
+        states.append(state)
+    expected, found = states
+    assert torch.equal(expected, found)
+    assert found[AMAX] == 0.0 and found[SATURATED] == 5.0
+
+
+@pytest.mark.parametrize("engine", IMPLEMENTATIONS)
+def test_each_cast_of_a_weight_is_scaled_by_its_own_amax(engine):
+    _, (quantizer,) = unrounded({"weight": True}, largest=448.0)
+    for amax in (5.0, 2.0):
+        x = torch.full((4, 4), 1.0, device=DEVICE)
+        x[1, 2] = -amax
+        quantized = IMPLEMENTATIONS[engine](x, quantizer)
+        assert quantized.rowwise[1, 2] == -448.0
+        assert quantized.inverse_scale == pytest.approx(amax / 448.0)
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["e4m3", "e5m2"])
