@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,28 +53,54 @@ class CopyEngineReduceScatter:
         self.dtype = dtype
         self.accumulate = accumulate
         self.weights = make_buffers(1, sum(_aligned(shard.padded.nbytes) for shard in shards))
-        ranks = self.weights.ranks
-        largest = max(self.num_bytes(module, ranks, dtype) for module in modules)
+        self.rank = self.weights.rank
+        self.ranks = self.weights.ranks
+        largest = max(self.num_bytes(module, self.ranks, dtype) for module in modules)
         self.received = make_buffers(2, largest)
-        # weight -> for each rank, its rows in its own memory
-        self.rows: dict[nn.Parameter, list[Tensor]] = {}
-        offset = 0
-        for shard in shards:
-            place = slice(offset, offset + shard.padded.nbytes)
-            self.rows[shard.parameter] = []
-            for peer in range(ranks):
-                whole = self.weights.buffers[peer][0, place]
-                whole = whole.view(shard.padded.dtype).view_as(shard.padded)
-                self.rows[shard.parameter].append(whole.chunk(ranks)[peer])
-                if peer == self.weights.rank:
-                    own = whole
-            shard.padded = own
-            shard.local = self.rows[shard.parameter][self.weights.rank]
-            shard.parameter.data = shard.padded[: len(shard.parameter)]
-            offset += _aligned(shard.padded.nbytes)
+        # All views are made here, because the host would otherwise take longer for them than for
+        # the launches of the copies.
+        # weight -> for each rank, its rows in this rank's memory and in its own
+        self.rows: dict[nn.Parameter, list[tuple[Tensor, Tensor]]] = {}
+        # weight -> for each of the two buffers, for each rank, its part, [ranks - 1, rows, ...]
+        self.slots: dict[nn.Parameter, list[list[Tensor]]] = {}
+        self._place_weights(shards)
+        for module in modules:
+            self._place_gradients(module)
         self.receiving = 0  # index of the receive buffer in use
         # (shards, gradients as sent, gradients as passed to `start`) of the last module
         self.sent: tuple[Sequence[Shard], list[Tensor], list[Tensor]] | None = None
+
+    def _place_weights(self, shards: Sequence[Shard]) -> None:
+        """Place the weights one after another in the readable memory."""
+        offset = 0
+        for shard in shards:
+            place = slice(offset, offset + shard.padded.nbytes)
+            wholes = [
+                self.weights.buffers[rank][0, place].view(shard.padded.dtype).view_as(shard.padded)
+                for rank in range(self.ranks)
+            ]
+            own = wholes[self.rank]
+            parts = [whole.chunk(self.ranks)[rank] for rank, whole in enumerate(wholes)]
+            self.rows[shard.parameter] = list(zip(own.chunk(self.ranks), parts, strict=True))
+            shard.padded = own
+            shard.local = parts[self.rank]
+            shard.parameter.data = own[: len(shard.parameter)]
+            offset += _aligned(shard.padded.nbytes)
+
+    def _place_gradients(self, module: Sequence[Shard]) -> None:
+        """Place the received gradients of a module one after another in the receive buffers."""
+        offset = 0
+        for shard in module:
+            shape = (self.ranks - 1, *shard.master.shape)
+            place = slice(offset, offset + math.prod(shape) * self.dtype.itemsize)
+            self.slots[shard.parameter] = [
+                [
+                    self.received.buffers[rank][number, place].view(self.dtype).view(shape)
+                    for rank in range(self.ranks)
+                ]
+                for number in range(2)
+            ]
+            offset += _received_bytes(shard, self.ranks, self.dtype)
 
     @staticmethod
     def num_bytes(shards: Sequence[Shard], ranks: int, dtype: torch.dtype) -> int:
@@ -83,23 +109,22 @@ class CopyEngineReduceScatter:
 
     def gather(self, shards: Sequence[Shard]) -> None:
         self.weights.barrier()  # all ranks have written their rows
-        ranks = self.weights.ranks
-        for peer in ring_order(self.weights.rank, ranks):
+        for peer in ring_order(self.rank, self.ranks):
             for shard in shards:
-                shard.padded.chunk(ranks)[peer].copy_(self.rows[shard.parameter][peer])
+                here, there = self.rows[shard.parameter][peer]
+                here.copy_(there)
 
     def start(self, shards: Sequence[Shard], gradients: list[Tensor]) -> list[Tensor]:
         finished = self.finish()
-        ranks = self.received.ranks
-        rank = self.received.rank
         padded = []
         for shard, gradient in zip(shards, gradients, strict=True):
-            padded.append(pad_rows(gradient, len(shard.master) * ranks).to(self.dtype))
-        for peer in ring_order(rank, ranks):
+            padded.append(pad_rows(gradient, len(shard.master) * self.ranks).to(self.dtype))
+        for peer in ring_order(self.rank, self.ranks):
             # A buffer has no slot for the rows of its own rank.
-            slot = rank - 1 if rank > peer else rank
-            for gradient, received in zip(padded, self._received_by(peer, shards), strict=True):
-                received[slot].copy_(gradient.chunk(ranks)[peer])
+            slot = self.rank - 1 if self.rank > peer else self.rank
+            for shard, gradient in zip(shards, padded, strict=True):
+                rows = _rows_of(peer, shard, gradient)
+                self.slots[shard.parameter][self.receiving][peer][slot].copy_(rows)
         self.sent = shards, padded, gradients
         return finished
 
@@ -109,23 +134,18 @@ class CopyEngineReduceScatter:
         shards, padded, gradients = self.sent
         self.sent = None
         self.received.barrier()
-        rank = self.received.rank
-        all_received = self._received_by(rank, shards)
-        for shard, gradient, received in zip(shards, padded, all_received, strict=True):
-            own = gradient.chunk(self.received.ranks)[rank]
+        for shard, gradient in zip(shards, padded, strict=True):
+            own = _rows_of(self.rank, shard, gradient)
+            received = self.slots[shard.parameter][self.receiving][self.rank]
             shard.gradient = self.accumulate(shard.gradient, own, received)
         self.receiving = 1 - self.receiving
         return gradients
 
-    def _received_by(self, rank: int, shards: Sequence[Shard]) -> Iterator[Tensor]:
-        """Yield the receive buffer of `rank` for each shard, [ranks - 1, rows, ...], as a view."""
-        buffer = self.received.buffers[rank][self.receiving]
-        offset = 0
-        for shard in shards:
-            shape = (self.received.ranks - 1, *shard.master.shape)
-            end = offset + math.prod(shape) * self.dtype.itemsize
-            yield buffer[offset:end].view(self.dtype).view(shape)
-            offset += _received_bytes(shard, self.received.ranks, self.dtype)
+
+def _rows_of(rank: int, shard: Shard, gradient: Tensor) -> Tensor:
+    """Return the rows of a padded gradient that belong to `rank`."""
+    rows = len(shard.master)
+    return gradient[rank * rows : (rank + 1) * rows]
 
 
 def _received_bytes(shard: Shard, ranks: int, dtype: torch.dtype) -> int:
