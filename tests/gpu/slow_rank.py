@@ -38,6 +38,7 @@ from common.sharding.processes import (
 )
 from common.training import rank_comparison
 from common.training.assembly import Batching
+from common.training.guard import run_guarded
 from common.training.loop import LOG_EVERY_STEPS, train_step
 from common.training.metrics import Events, ProgressLog
 from common.training.pretraining import assemble_random
@@ -134,6 +135,11 @@ def main() -> None:
         parser.error(
             f"--at must be at least {COMPARISONS * LOG_EVERY_STEPS}, for {COMPARISONS} comparisons"
         )
+    rank = int(os.environ["RANK"])
+    run_guarded(None, rank, partial(start, options), lambda: None, lambda: 0)
+
+
+def start(options: argparse.Namespace) -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     cpu = options.device == "cpu"
     name = "CPU_1x1" if cpu else f"H200_1x{world_size}"
