@@ -40,7 +40,7 @@ from common.command_line import (
     pairs_of,
     refuse_without,
 )
-from common.config import ANY_GPU
+from common.config import ANY_GPU, RunConfig
 from common.errors import ConfigError, OutOfMemory, write_text
 from common.estimate.mfu import by_parameters, remark, utilization, with_attention
 from common.estimate.verdict import saving_keys
@@ -279,6 +279,12 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
         request = replace(request, gpus=options.gpus)
     if options.gpu:
         request = replace(request, system="")
+    if options.all and (options.gpu or options.gpus):
+        raise ConfigError(
+            "--all with --gpu or --gpus",
+            "--all plans every config, each for its own GPUs",
+            "leave out --all to plan one config, for these GPUs",
+        )
     choice, machine = (None, NO_GPUS) if options.all else _choice(request, options.gpu)
     if choice is None:
         require_config(request)
@@ -294,6 +300,7 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
         lines = [plans_table(ALL, plans), "", *fetch_lines(benchmark), SOURCES]
         return {plan.source: plan for plan in plans}, lines
     config = choice.config
+    _require_asked_for(options, config)
     kind = machine.kind_of(config)
     plan = config_plan(benchmark, choice.derived or str(choice.path), config, kind)
     lines = describe(plan, saving_keys(config, plan.work, kind) if kind else ())
@@ -305,6 +312,19 @@ def _of_configs(benchmark: str, options: argparse.Namespace) -> tuple[dict[str, 
         _write_config(options.write, benchmark, choice, request.overrides)
         inform(f"wrote      {options.write}")
     return {choice.path.stem: plan}, lines
+
+
+def _require_asked_for(options: argparse.Namespace, config: RunConfig) -> None:
+    """Raise ConfigError if `config` is for other GPUs than --gpu and --gpus name."""
+    gpus = (config.gpus_per_node, config.world_size)
+    for option, own in {"gpu": (config.gpu,), "gpus": gpus}.items():
+        asked = getattr(options, option)
+        if asked is not None and asked not in own:
+            raise ConfigError(
+                f"--{option} {asked} for a config of {config.gpus_per_node} x {config.gpu}",
+                f"--config, DGXSYSTEM or --set names its GPUs; only gpu = {ANY_GPU!r} is fitted",
+                f"leave out --{option}, or what names the config",
+            )
 
 
 def _write_config(path: Path, benchmark: str, choice: Choice, overrides: Mapping[str, str]) -> None:

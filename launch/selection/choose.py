@@ -247,6 +247,8 @@ def fit(request: Request, machine: Machine, named: Named, file: ConfigFile) -> F
         source = DERIVED
     elif (config := file.changed()).gpu == ANY_GPU:
         count = request.gpus or machine.gpus
+        if "gpus_per_node" in request.overrides:
+            count = config.gpus_per_node
         config, text = fit_to_machine(
             benchmark, config, kind, count, request.overrides, request.layers
         )

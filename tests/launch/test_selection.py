@@ -514,6 +514,12 @@ def test_a_batch_of_the_command_line_lets_other_counts_share_it():
     assert "global_batch_size" not in choice.derived, "that is not what was derived"
 
 
+def test_a_number_of_gpus_on_the_command_line_is_kept():
+    options = {"config": str(ROOT / EXAMPLE), "set": ["gpus_per_node=4"]}
+    choice = chosen(MI300X, benchmark=OPEN, **options)
+    assert choice.config.gpus_per_node == 4 and "4 x MI300X" in choice.derived
+
+
 @pytest.mark.parametrize("count", [3, 5, 6, 7])
 def test_what_cannot_share_the_batch_is_told_what_can(count):
     with pytest.raises(ConfigError) as caught:

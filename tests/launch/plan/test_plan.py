@@ -789,6 +789,9 @@ def test_what_does_not_fit_is_said_without_keys_that_its_rules_refuse(example, c
     assert code == 12 and "does NOT fit" in text
 
 
+H200X4 = ["--config", "configs/llama31_8b/H200_1x4.toml"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -807,6 +810,12 @@ def test_what_does_not_fit_is_said_without_keys_that_its_rules_refuse(example, c
         ),
         (["--config", "configs/llama31_8b/CPU_1x1.toml"], 0, ""),
         (["--gpu", "MI325X", "--gpus", "16"], 2, "DGXSYSTEM=MI325X_2x8"),
+        (["--all", "--gpus", "4"], 2, "--gpus"),
+        ([*H200X4, "--gpu", "MI300X"], 2, "--gpu MI300X"),
+        ([*H200X4, "--gpus", "8"], 2, "--gpus 8"),
+        ([*H200X4, "--gpu", "H200", "--gpus", "8"], 2, "--gpus 8"),
+        (["--gpu", "H200", "--gpus", "4", "--set", "gpus_per_node=8"], 2, "--gpus 4"),
+        ([*H200X4, "--gpu", "H200", "--gpus", "4"], 0, ""),
     ],
 )
 def test_exit_codes_without_torch(arguments, code, said, tmp_path):
