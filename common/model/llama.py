@@ -47,7 +47,9 @@ class OutputProjection(torch.autograd.Function):
     and the label's p - 1 exact, the gain was 1.6 % of a step for 4.9 ± 1.2 % more samples (eight).
     Most of that comes from sums in the tensor cores' own precision: a row of d_W without a label is
     the sum of 8,192 positive terms, and is 10 to 14 % too small on an H200. With sums in fp32 it is
-    0.2 to 0.3 % too small, for 1.5 ± 1.1 % more samples and 1.3 % of a step (docs/results.md).
+    0.2 to 0.3 % too small, for 1.5 ± 1.1 % more samples and 1.3 % of a step. With FP8 in the
+    forward only, and sums in fp32, the gain is 1.1 % of a step, less the casts of x and W, for 1.9
+    ± 0.8 % more samples (eight seeds, docs/results.md).
     """
 
     @staticmethod

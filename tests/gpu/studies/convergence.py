@@ -26,7 +26,6 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ from common.data.gpt_dataset import TrainData, train_batches
 from common.kernels.attention import attention_backends
 from common.model.shapes import LLAMA31_8B, ModelShape
 from common.sharding.processes import Processes, start_processes
-from common.training.assembly import Assembly, Batching
+from common.training.assembly import Batching
 from common.training.loop import next_token_pairs, train_step
 from common.training.pretraining import assemble_random
 from common.training.schedules import warmup_cosine
@@ -100,7 +99,7 @@ def synthetic_batches(steps: int, vocab_size: int) -> Iterator[np.ndarray]:
         yield next_token_pairs(tokens.T.astype(np.int32))
 
 
-def train_steps(
+def train_losses(
     config: Config,
     batches: Iterator[np.ndarray],
     steps: int,
@@ -108,10 +107,11 @@ def train_steps(
     seed: int = SEED,
     shape: ModelShape = SHAPE,
     micro_batches: int = 1,
-) -> Iterator[tuple[Assembly, Tensor]]:
-    """Yield what is trained and the loss, after each step of `micro_batches` of BATCH sequences."""
+) -> list[float]:
+    """Return the training loss of each step, which has `micro_batches` of BATCH sequences."""
     rules = replace(CLOSED, shape=shape, sequence_length=SEQUENCE)
     lr_at = warmup_cosine(LEARNING_RATE, LEARNING_RATE / 10, WARMUP_STEPS, steps)
+    losses: list[Tensor] = []
     with attention_backends(processes.device.type):
         assembly = assemble_random(config, rules, processes, seed)
         on_device = (torch.from_numpy(batch).to(processes.device) for batch in batches)
@@ -123,12 +123,8 @@ def train_steps(
                 lr_at(step),
                 processes,
             )
-            yield assembly, loss
-
-
-def train_losses(*arguments: Any) -> list[float]:
-    """Return the training loss of each step of `train_steps`, which has the same arguments."""
-    return torch.stack([loss for _, loss in train_steps(*arguments)]).tolist()
+            losses.append(loss)
+    return torch.stack(losses).tolist()
 
 
 def golden_losses(processes: Processes) -> dict[str, list[float]]:

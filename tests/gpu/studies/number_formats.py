@@ -89,15 +89,6 @@ def options_of(name: str, steps: int) -> dict[str, object]:
     return options
 
 
-def texts() -> list[str]:
-    """Return the texts of the standard library and of TEXT_PACKAGES, each once."""
-    documents = list(corpus.documents())
-    for package in TEXT_PACKAGES:
-        origin = importlib.util.find_spec(package).origin
-        documents += corpus.module_documents(Path(origin).parent)
-    return list(dict.fromkeys(document.text for document in documents))
-
-
 def prepare_text(data_dir: Path) -> Path:
     """Build token files of the documentation of the standard library and of TEXT_PACKAGES, once.
 
@@ -110,8 +101,12 @@ def prepare_text(data_dir: Path) -> Path:
     def build(folder: Path) -> dict:
         prepare.miniature(folder)
         tokenizer = corpus.load_sentencepiece(folder / prepare.TOKENIZER)
+        roots = [Path(importlib.util.find_spec(package).origin).parent for package in TEXT_PACKAGES]
+        documents = (document for root in roots for document in corpus.module_documents(root))
+        # Each once.
+        texts = dict.fromkeys(document.text for document in (*corpus.documents(), *documents))
         writer = IndexedDatasetWriter(folder / name, tokenizer.vocab_size())
-        for ids in tokenizer.encode(texts()):
+        for ids in tokenizer.encode(list(texts)):
             writer.add(ids)
         versions = [f"{package} {importlib.metadata.version(package)}" for package in TEXT_PACKAGES]
         print(
