@@ -1,4 +1,4 @@
-"""Sequences shared by ranks, on one GPU: each attention engine, and blocks of two processes."""
+"""Sequences shared by ranks: each attention engine, blocks of two processes, several GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from plain_block import Block
-from ranks import free_port, rank_environment
+from ranks import call_on_ranks, free_port, rank_environment
 from signal_to_noise import sqnr_db
 from tiny import TINY
 
@@ -28,7 +28,12 @@ from common.model.linear_layers import DelayedScaling, LinearLayers
 from common.self_test.attention import _attention_truth
 from common.self_test.kernel_cases import Draw
 from common.self_test.results import decibels
-from common.sharding.context_parallel import ALONE, ContextGroup, context_group
+from common.sharding.context_parallel import (
+    ALONE,
+    ContextAttention,
+    ContextGroup,
+    context_group,
+)
 from common.sharding.processes import start_processes
 from llama2_70b_lora import rules as lora_rules
 from llama31_8b import rules as pretraining_rules
@@ -90,6 +95,55 @@ def test_a_chunk_is_as_exact_as_in_sdpa_of_the_whole_sequence(rules, name, size,
         print(f"{chunk} of {keys}: " + ", ".join(f"{a:.1f} (SDPA {b:.1f})" for a, b in ratios))
         margin = 3 if name in IN_PARTS else 1
         assert all(ours > sdpa - margin for ours, sdpa in ratios), ratios
+
+
+# --- attention of several GPUs, through NCCL ------------------------------------------------------
+
+GPUS = min(4, torch.cuda.device_count())
+TURNS = 5  # each with other numbers, so that a race between the streams shows
+
+
+def parts_of_attention(processes, folder):
+    """Return the decibels of this rank's out, dQ, dK and dV, [turns, 4], for batches of 1 and 2.
+
+    The truth is attention of the whole sequence by the same engine, in the same rounding.
+    """
+    context = context_group(processes.rank, GPUS, GPUS, 120.0)
+    shape = pretraining_rules.CLOSED.shape
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    found = []
+    with attention_backends("cuda"):
+        for turn in range(TURNS):
+            draw = torch.Generator(processes.device).manual_seed(turn)
+            size = (1 + turn % 2, 2048, heads + 2 * kv_heads, shape.head_dim)
+            qkv = torch.randn(size, generator=draw, device=processes.device).bfloat16()
+            q, k, v = (
+                x.clone().requires_grad_() for x in qkv.split([heads, kv_heads, kv_heads], 2)
+            )
+            d_out = torch.randn(q.shape, generator=draw, device=processes.device).bfloat16()
+            out = causal_attention(q, k, v)
+            whole = [out, *torch.autograd.grad(out, (q, k, v), d_out)]
+            own = context.cut(qkv, 1)
+            shared = ContextAttention(own[:, :, :heads], own[:, :, heads:], True, context)
+            parts = [shared.out, *shared.backward(context.cut(d_out, 1))]
+            truths = [context.cut(x.detach(), 1) for x in whole]
+            found.append([decibels(*pair) for pair in zip(truths, parts, strict=True)])
+    return found
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_gpus_that_share_sequences_compute_attention_of_the_whole_sequence(tmp_path):
+    """Sums over the ranks are rounded to bf16 at every rank, 2^-9 each."""
+    ranks = call_on_ranks(
+        GPUS,
+        "test_context_parallel_gpu:parts_of_attention",
+        tmp_path,
+        timeout_s=300,
+        device="cuda",
+    )
+    for rank, turns in enumerate(ranks):
+        print(rank, [[round(value, 1) for value in turn] for turn in turns])
+    assert min(value for turns in ranks for turn in turns for value in turn) > 40
 
 
 # --- blocks of two processes on this GPU ----------------------------------------------------------
