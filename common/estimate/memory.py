@@ -279,9 +279,8 @@ def attention_backward_bytes(config: RunConfig, shape: ModelShape) -> int:
     element = BYTES[config.precision]
     gradients = element * (shape.hidden_size + shape.attention_size + shape.qkv_size)
     whole = whole_key_values(config, shape)
-    # Gradients of the keys and values of whole sequences: from the engine, packed, and their sum;
-    # and half of it, which is sent.
-    gradients += element * (3 * whole + whole // 2)
+    # Gradients of the keys and values of whole sequences, from the engine and packed.
+    gradients += element * 2 * whole
     kind = KINDS.get(config.gpu)
     engine = config.env.get("ATTENTION_ENGINE", "flash_attention_4")
     if kind is None or kind.arch != "sm_90" or engine != "flash_attention_4":
@@ -303,11 +302,12 @@ def micro_batch_tokens(config: RunConfig, work: Workload) -> int:
 def whole_key_values(config: RunConfig, shape: ModelShape) -> int:
     """Return the elements per token of one GPU that keys and values of whole sequences have.
 
-    GPUs that share sequences gather them (common/sharding/context_parallel.py). Otherwise 0.
+    GPUs that share sequences gather them (common/sharding/context_parallel.py): 2 c + 1 chunks, of
+    which a GPU has 2 itself. Otherwise 0.
     """
     if config.context_parallel == 1:
         return 0
-    return config.context_parallel * 2 * shape.num_kv_heads * shape.head_dim
+    return (2 * config.context_parallel + 1) * shape.num_kv_heads * shape.head_dim
 
 
 def _activations(config: RunConfig, work: Workload, layers: int) -> dict[str, float]:

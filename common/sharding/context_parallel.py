@@ -10,6 +10,19 @@ The first chunks of all ranks are the first half of the sequence, and the second
 half. They are gathered apart: the second half arrives while the first chunk's attention runs, and
 in the backward its gradients are summed while the first chunk's backward runs. What remains exposed
 is the gather of the first half, and the sum of its gradients.
+
+Attention sees no positions, because RoPE comes before it. So the keys that a query chunk sees whole
+may stand in any order. Only its own chunk must be the last one, to which the causal mask is
+aligned. The keys and values of each chunk are in a slot:
+
+    slots 0 to c - 1        second chunks of ranks 0 to c - 1
+    slots c to 2 c - 1      first chunks of ranks 0 to c - 1
+    slot 2 c                this rank's second chunk
+
+The first query chunk of rank r has the keys of slots c to c + r, and the second one those of slots
+r + 1 to 2 c. Their gradients are in the same slots, and that of slot 2 c is copied to slot r before
+the sum. Collectives read and write slots in place, so each slot is contiguous: tokens are the
+outermost dimension, also in a micro-batch of several sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +34,6 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from common.kernels.attention import AttentionGraph, attention_graph
 
@@ -96,24 +108,22 @@ class ContextAttention:
         `kv`: [batch, tokens, 2 kv_heads, head_dim], key heads before value heads.
         """
         self.context = context
-        halves = [half.contiguous() for half in kv.chunk(2, 1)]
-        received = [half.new_empty(context.size, *half.shape) for half in halves]
-        gathers = [
-            dist.all_gather_into_tensor(into.flatten(0, 1), half, context.group, async_op=True)
-            for into, half in zip(received, halves, strict=True)
-        ]
-        self.chunk = halves[0].shape[1]
-        whole = kv.new_empty(len(kv), 2 * context.size * self.chunk, *kv.shape[2:])
-        self.graphs: list[AttentionGraph] = []
-        queries = q.chunk(2, 1)
-        for half, number in enumerate(context.chunks):
-            gathers[half].wait()
-            for rank, part in enumerate(received[half]):
-                self._chunk_of(whole, half, rank).copy_(part)
-            # `data`, because autograd would take the copies into the second half of `whole` for a
-            # change of the keys that the first graph has saved.
-            k, v = whole.data[:, : (number + 1) * self.chunk].chunk(2, 2)
-            self.graphs.append(attention_graph(queries[half], k, v, keep))
+        size = context.size
+        rank = context.rank
+        chunks = kv.transpose(0, 1).unflatten(0, (2, -1))
+        self.slot_shape = chunks.shape[1:]  # [tokens, batch, 2 kv_heads, head_dim]
+        slots = kv.new_empty(2 * size + 1, *self.slot_shape)
+        slots[size + rank :: size - rank].copy_(chunks)  # slots c + r and 2 c
+        first_halves = self._gather(slots[size : 2 * size], slots[size + rank])
+        second_halves = self._gather(slots[:size], slots[2 * size])
+        q_first, q_second = q.chunk(2, 1)
+        # `data`, because autograd would take what gloo writes into other slots for a change of the
+        # keys that a graph has saved.
+        first_halves.wait()
+        first = attention_graph(q_first, *_heads(slots.data[size : size + rank + 1]), keep)
+        second_halves.wait()
+        second = attention_graph(q_second, *_heads(slots.data[rank + 1 :]), keep)
+        self.graphs: list[AttentionGraph] = [first, second]
 
     @property
     def out(self) -> Tensor:
@@ -122,33 +132,41 @@ class ContextAttention:
 
     def backward(self, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of this rank's q, k and v. `d_out`: gradient of `out`, any shape."""
-        context = self.context
-        d_q: list[Tensor] = []
-        sums: list[Tensor] = []
-        reductions = []
-        whole = None  # gradient of the keys and values of the whole sequence
-        d_outs = d_out.view(len(self.graphs[0].out), 2 * self.chunk, -1).chunk(2, 1)
-        for half in (1, 0):
-            own, d_k, d_v = self.graphs.pop().backward(d_outs[half])
-            d_q.insert(0, own)
-            d_kv = torch.cat([d_k, d_v], 2)
-            if whole is None:
-                behind = 2 * context.size * self.chunk - d_kv.shape[1]  # keys that no query sees
-                whole = F.pad(d_kv, (0, 0, 0, 0, 0, behind))
-            else:
-                whole[:, : d_kv.shape[1]] += d_kv
-            parts = [self._chunk_of(whole, half, rank) for rank in range(context.size)]
-            sent = torch.cat(parts)
-            sums.insert(0, torch.empty_like(parts[0], memory_format=torch.contiguous_format))
-            reductions.append(
-                dist.reduce_scatter_tensor(sums[0], sent, group=context.group, async_op=True)
-            )
-        for reduction in reductions:
-            reduction.wait()
-        d_k, d_v = torch.cat(sums, 1).chunk(2, 2)
-        return torch.cat(d_q, 1), d_k, d_v
+        size = self.context.size
+        rank = self.context.rank
+        d_outs = d_out.view(len(self.graphs[0].out), 2 * self.slot_shape[0], -1).chunk(2, 1)
+        d_q_second, *d_heads = self.graphs.pop().backward(d_outs[1])
+        d_heads = [d.transpose(0, 1) for d in d_heads]
+        d_slots = d_out.new_empty(2 * size + 1, *self.slot_shape)
+        torch.cat(d_heads, 2, out=d_slots[rank + 1 :].flatten(0, 1))
+        del d_heads  # to free it during the next backward
+        d_slots[rank] = d_slots[2 * size]
+        d_slots[:rank].zero_()  # keys that no query of this rank sees
+        d_chunks = d_out.new_empty(2, *self.slot_shape)
+        second_halves = self._reduce_scatter(d_chunks[1], d_slots[:size])
 
-    def _chunk_of(self, whole: Tensor, half: int, rank: int) -> Tensor:
-        """Return the chunk that `rank` holds of a half of `whole` [batch, tokens, ...]."""
-        number = ContextGroup(self.context.size, rank).chunks[half]
-        return whole[:, number * self.chunk : (number + 1) * self.chunk]
+        d_q_first, *d_heads = self.graphs.pop().backward(d_outs[0])
+        for total, part in zip(_heads(d_slots[size : size + rank + 1]), d_heads, strict=True):
+            total += part
+        first_halves = self._reduce_scatter(d_chunks[0], d_slots[size : 2 * size])
+        second_halves.wait()
+        first_halves.wait()
+        return torch.cat([d_q_first, d_q_second], 1), *_heads(d_chunks)
+
+    def _gather(self, slots: Tensor, own: Tensor) -> dist.Work:
+        """Start to gather the slots `own` of all ranks into `slots`."""
+        return dist.all_gather_into_tensor(
+            slots.flatten(0, 1), own, self.context.group, async_op=True
+        )
+
+    def _reduce_scatter(self, own: Tensor, slots: Tensor) -> dist.Work:
+        """Start to sum `slots` over the ranks. `own`: where this rank's slot of the sum goes."""
+        return dist.reduce_scatter_tensor(
+            own, slots.flatten(0, 1), group=self.context.group, async_op=True
+        )
+
+
+def _heads(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values of `slots`, each [batch, tokens, kv_heads, head_dim]."""
+    k, v = slots.flatten(0, 1).transpose(0, 1).chunk(2, 2)
+    return k, v

@@ -59,7 +59,8 @@ pytestmark = [
 def test_a_chunk_is_as_exact_as_in_sdpa_of_the_whole_sequence(rules, name, size, monkeypatch):
     """Compare out, dQ, dK and dV of a chunk of queries with fp32: shortest and longest prefix.
 
-    SDPA computes the whole sequence up to the chunk's end, and only the chunk has a gradient.
+    SDPA computes the whole sequence up to the chunk's end, and only the chunk has a gradient. Keys
+    and values have tokens outermost, as in ContextAttention.
     """
     shape = rules.shape
     chunk = rules.sequence_length // (2 * size)
@@ -67,8 +68,9 @@ def test_a_chunk_is_as_exact_as_in_sdpa_of_the_whole_sequence(rules, name, size,
         draw = Draw(torch.device("cuda"))
         projection = draw(2, keys, shape.qkv_size).unflatten(-1, (-1, shape.head_dim))
         d_out = draw(2, chunk, shape.num_heads, shape.head_dim)
-        heads = projection.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 2)
-        q, k, v = (x.detach().requires_grad_() for x in heads)
+        q, kv = projection.split([shape.num_heads, 2 * shape.num_kv_heads], 2)
+        kv = kv.transpose(0, 1).contiguous().transpose(0, 1)
+        q, k, v = (x.detach().requires_grad_() for x in (q, *kv.chunk(2, 2)))
         own = q.detach()[:, -chunk:].requires_grad_()
         monkeypatch.setenv(VARIABLE, SDPA)
         with attention_backends("cuda"):

@@ -627,7 +627,8 @@ def test_gpus_that_share_a_sequence_have_its_parts():
     assert halved["SwiGLU input"] == alone["SwiGLU input"] / 2
     assert halved["AdamW moments"] == alone["AdamW moments"]
     whole = 2 * 32 * 8192 * 2 * 1024 * 2  # sequences, layers, tokens, K and V of a token in bf16
-    assert halved["keys and values of other GPUs"] == whole
+    # Of 4 chunks, a GPU has its second one twice.
+    assert halved["keys and values of other GPUs"] == whole * 5 / 4
     speeds = [estimate(each, work, KINDS["H200"], None) for each in (config, shared)]
     # Two H200s reach 0.925 of the tokens/s with two GPUs a sequence (docs/results.md).
     assert speeds[0].step_s / speeds[1].step_s == pytest.approx(0.925, abs=0.005)
