@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from common.errors import DataError, StorageError
+from common.errors import DataError, Interrupted, StorageError
 from llama2_70b_lora.data import IGNORE_INDEX, check_rows, write_rows
 from llama2_70b_lora.rules import DATA_FILES, Rules
 
@@ -117,6 +117,8 @@ def read_packed(path: Path) -> list[dict[str, Any]]:
             "a packed file needs only dicts, lists and numbers",
             "do not trust the source of this file",
         ) from None
+    except Interrupted:
+        raise
     except Exception as error:  # a damaged pickle can fail in any way
         raise DataError(
             f"{path}: not a packed array: {type(error).__name__}: {error}",

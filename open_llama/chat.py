@@ -27,7 +27,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.data import corpus
-from common.errors import DataError, first_line, listed
+from common.errors import DataError, Interrupted, first_line, listed
 from open_llama.tokenizer import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -87,6 +87,8 @@ class ChatTemplate:
         try:
             template = _compiled(self.source(tools))
             return template.render(given, add_generation_prompt=prompt)
+        except Interrupted:
+            raise
         except Exception as error:  # a template may do anything
             why = "the chat template refuses these messages, or fails on them"
             raise _refusal(f"chat template: {first_line(error)}", why) from error

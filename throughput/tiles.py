@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import benchmarks, known_issues
 from common.engines import ATTENTION, REPEATED_HEADS, SDPA, VARIABLES
-from common.errors import ConfigError
+from common.errors import ConfigError, Interrupted
 from common.kernels.architecture import Tile, architecture
 from common.kernels.attention import causal_attention
 from common.self_test import attention
@@ -134,6 +134,8 @@ def attention_lines(sizes: Sizes, device: torch.device) -> Iterator[str]:
                 errors = " / ".join(f"{measure():.1f}" for _, _, _, measure in checks)
                 microseconds = attention_us(sizes, device, backend)
                 outcome = f"{microseconds:8.1f} µs  {errors} dB (out, dQ, dK, dV)"
+        except Interrupted:
+            raise
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")
             outcome = f"fails: {type(error).__name__}: {first_line[:80]}"
@@ -241,5 +243,7 @@ def timed(case: Case, sizes: Sizes, device: torch.device) -> str:
         if sizes.fp8:
             quantizers.scaling.step_done()
         return f"{launch_us(lambda: case('triton', quantizers)):8.1f} µs"
+    except Interrupted:
+        raise
     except Exception as error:  # compiler errors have no common class
         return f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')[:80]}"

@@ -1,0 +1,58 @@
+"""Ctrl-C inside code that turns every exception into an answer ends the command."""
+
+import re
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.errors import Interrupted
+from llama2_70b_lora import packed_npy
+from open_llama import chat
+from submission import rcp
+from throughput import tiles
+
+pytestmark = pytest.mark.quick
+CPU = torch.device("cpu")
+
+
+def interrupt(*_, **__):
+    raise Interrupted(signal.SIGINT)
+
+
+def judge(monkeypatch, folder):
+    checker = SimpleNamespace(check_directory=interrupt)
+    monkeypatch.setattr(rcp, "_rcp_checker", lambda: checker)
+    rcp.judge([None] * 3, "6.1.0")
+
+
+def time_kernels(monkeypatch, folder):
+    monkeypatch.setattr(tiles, "against_reference", interrupt)
+    tiles.timed(interrupt, None, CPU)
+
+
+def time_attention(monkeypatch, folder):
+    monkeypatch.setattr(tiles, "mock", SimpleNamespace(patch=SimpleNamespace(object=interrupt)))
+    sizes = SimpleNamespace(
+        shape=SimpleNamespace(num_heads=4, num_kv_heads=2), micro_batch_size=1, sequence_length=8
+    )
+    list(tiles.attention_lines(sizes, CPU))
+
+
+def read_packed(monkeypatch, folder):
+    monkeypatch.setattr(packed_npy, "_require_loadable", interrupt)
+    path = folder / "train.npy"
+    path.write_bytes(b"")
+    packed_npy.read_packed(path)
+
+
+def render(monkeypatch, folder):
+    monkeypatch.setattr(chat, "_compiled", interrupt)
+    chat.ChatTemplate({"default": ""}, {}, re.compile("x")).render([])
+
+
+@pytest.mark.parametrize("work", [judge, time_kernels, time_attention, read_packed, render])
+def test_an_interruption_is_no_answer(work, monkeypatch, tmp_path):
+    with pytest.raises(Interrupted):
+        work(monkeypatch, tmp_path)
