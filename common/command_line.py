@@ -37,6 +37,7 @@ PROGRAM = "./run_and_time.sh"
 SWITCHES = {"--no-color": "NO_COLOR", "--quiet": QUIET}
 EVERYWHERE = ("--help", "--version", *SWITCHES)
 PIPE_CLOSED = 141  # exit code that a shell reports for a program killed by SIGPIPE
+_received: list[int] = []  # numbers of the signals that raised Interrupted in this command
 
 
 def exit_code_of(work: Callable[[], int | None]) -> int:
@@ -52,9 +53,11 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
     with _guarded_streams():
         try:
             with _interruptible():
-                code = work()
+                code = work() or 0
+                if _received and code != 128 + _received[0]:
+                    raise_if_interrupted()
                 sys.stdout.flush()
-            return code or 0
+            return code
         except BrokenPipeError:
             print_stderr("note: the reader closed the output before everything was written")
             return PIPE_CLOSED
@@ -97,6 +100,7 @@ def _interruptible() -> Iterator[None]:
     """Raise Interrupted at those of STOP_SIGNALS that would end this process."""
 
     def interrupt(number: int, frame: object) -> None:
+        _received.append(number)
         raise Interrupted(number)
 
     endings = (signal.SIG_DFL, signal.default_int_handler)
@@ -108,9 +112,16 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     finally:
+        _received.clear()
         for number, handler in before.items():
             if signal.getsignal(number) is interrupt:  # `work` may have its own handler now
                 signal.signal(number, handler)
+
+
+def raise_if_interrupted() -> None:
+    """Raise Interrupted if a signal did, for a caller of code that catches every exception."""
+    if _received:
+        raise Interrupted(_received[0])
 
 
 def _refused_file_operation(error: OSError) -> StorageError:

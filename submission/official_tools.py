@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common import benchmarks
+from common.command_line import raise_if_interrupted
 from common.errors import PreflightError
 from common.packages import pip_install, version_of
 
@@ -85,7 +86,8 @@ def bypasses(folder: Path) -> set[str]:
 def silent() -> Iterator[None]:
     """Suppress the messages that the official modules log inside the block.
 
-    If the root logger had no handler, they would add one that prints.
+    If the root logger had no handler, they would add one that prints. Raises Interrupted after a
+    signal, since the official modules catch every exception and take it for a fault of the log.
     """
     root = logging.getLogger()
     handler = logging.NullHandler()
@@ -94,6 +96,7 @@ def silent() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     try:
         yield
+        raise_if_interrupted()
     finally:
         logging.disable(before)
         root.removeHandler(handler)

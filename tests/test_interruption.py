@@ -1,16 +1,20 @@
 """Ctrl-C inside code that turns every exception into an answer ends the command."""
 
+import os
 import re
 import signal
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from common.command_line import exit_code_of
 from common.errors import Interrupted
 from llama2_70b_lora import packed_npy
 from open_llama import chat
 from submission import rcp
+from submission.official_tools import silent
 from throughput import tiles
 
 pytestmark = pytest.mark.quick
@@ -56,3 +60,28 @@ def render(monkeypatch, folder):
 def test_an_interruption_is_no_answer(work, monkeypatch, tmp_path):
     with pytest.raises(Interrupted):
         work(monkeypatch, tmp_path)
+
+
+def catch_ctrl_c():
+    with suppress(BaseException):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interruption_that_other_code_caught_ends_the_command():
+    def work():
+        catch_ctrl_c()
+        return 20
+
+    assert exit_code_of(work) == 130
+    assert exit_code_of(lambda: 20) == 20, "the next command begins without it"
+
+
+def test_nothing_follows_an_official_tool_that_caught_ctrl_c():
+    reached = []
+
+    def work():
+        with silent():
+            catch_ctrl_c()
+        reached.append("verdict")
+
+    assert exit_code_of(work) == 130 and not reached
