@@ -68,7 +68,7 @@ NAMES = (
     (SWIGLU, r"swiglu|silu"),
     (ROPE, r"(^|[^a-z])d?rope|rotary"),
     (NORM, r"rms_?norm|layer_?norm|(^|[^a-z])ln_(fwd|bwd)|^aten::rsqrt"),
-    (CASTS, r"quanti[sz]e|amax|float8|fp8|e4m3|e5m2|transpose_kernel"),
+    (CASTS, r"quanti[sz]e|rescale|amax|float8|fp8|e4m3|e5m2|transpose_kernel"),
     (ELEMENTWISE, r"memcpy|memset|copyBuffer|fillBuffer|elementwise|reduce_kernel"),
     (ELEMENTWISE, r"multi_tensor_apply|CatArray|FillFunctor|direct_copy|embedding|index"),
     (ELEMENTWISE, r"gather|scatter|RadixSort|DeviceScan|DeviceReduce|distribution|_dropout"),
