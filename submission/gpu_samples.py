@@ -184,7 +184,7 @@ def rank_comparisons(run: Run) -> list[dict]:
 
 
 def rank_blocks(run: Run) -> list[Block]:
-    """Return a chart of the time of a block's forward on each rank, in ms.
+    """Return a chart of the time of a forward on each rank, in ms.
 
     The chart has no curves if the ranks were not compared.
     """
@@ -193,5 +193,8 @@ def rank_blocks(run: Run) -> list[Block]:
     for rank in range(len(records[0]["block_ms"]) if records else 0):
         values = [(record["samples"], record["block_ms"][rank]) for record in records]
         curves.append(Curve(f"rank {rank}", values, rank))
-    label = "time of a block's forward, which waits for no other rank, ms, mean of ten steps"
+    label = (
+        "time of a block's or the head's forward, which waits for no other rank, ms, mean of ten "
+        "steps"
+    )
     return [page.chart(label, "training sequences", curves)]

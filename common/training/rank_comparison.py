@@ -5,6 +5,9 @@ block, however, does not wait for other ranks once its weights have arrived. CUD
 blocks in the second half of the model, where the reductions of the previous step have ended too.
 The events are read when the host waits for the device anyway, and one number per rank is exchanged.
 
+A block of ranks that share a sequence waits for the keys and values of the others, and would make
+all of them as slow as the slowest. There, the output head is timed.
+
 The comparison detects a GPU whose clock is lowered by heat, power or a fault, or that another
 program uses. It does not detect a slow link or a slow host.
 
@@ -37,16 +40,16 @@ COMPARISONS = 5
 BLOCK_STRIDE = 4  # every fourth block of the second half is timed: 4 of 32
 
 
-class BlockTimes:
-    """A timer of the training forwards of some blocks."""
+class ForwardTimes:
+    """A timer of the training forwards of some modules."""
 
-    def __init__(self, blocks: Iterable[nn.Module]):
+    def __init__(self, modules: Iterable[nn.Module]):
         self.marks: list[torch.cuda.Event] = []
         # The optimizer has already registered its hook, which waits for the weights. Hooks run in
         # the order of their registration, so the timer starts after that wait.
-        for block in blocks:
-            block.register_forward_pre_hook(lambda *_: self._mark())
-            block.register_forward_hook(lambda *_: self._mark())
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: self._mark())
+            module.register_forward_hook(lambda *_: self._mark())
 
     def _mark(self) -> None:
         if torch.is_grad_enabled():  # not in an evaluation
@@ -54,7 +57,7 @@ class BlockTimes:
             self.marks[-1].record()
 
     def mean_ms(self) -> float:
-        """Return the mean time since the last call of the blocks' training forwards, in ms."""
+        """Return the mean time since the last call of the modules' training forwards, in ms."""
         marks = self.marks
         self.marks = []
         marks[-1].synchronize()
@@ -115,8 +118,14 @@ def make_rank_comparison(
     """Return the comparison of a run. None on a CPU, which all ranks share, and for one rank."""
     if processes.device.type != "cuda" or processes.world_size == 1:
         return None
-    timed_blocks = model.blocks[len(model.blocks) // 2 :: BLOCK_STRIDE]
-    return RankComparison(processes, events, progress, BlockTimes(timed_blocks).mean_ms)
+    return RankComparison(processes, events, progress, ForwardTimes(timed_modules(model)).mean_ms)
+
+
+def timed_modules(model: Llama) -> list[nn.Module]:
+    """Return the modules whose forward waits for no other rank, of which the times are compared."""
+    if model.context.size > 1:
+        return [model.head]
+    return list(model.blocks)[len(model.blocks) // 2 :: BLOCK_STRIDE]
 
 
 def over_median(times_ms: list[float]) -> list[float]:

@@ -36,13 +36,17 @@ from common.sharding.processes import (
     require_world_size,
     start_processes,
 )
-from common.training import rank_comparison
 from common.training.assembly import Batching
 from common.training.guard import run_guarded
 from common.training.loop import LOG_EVERY_STEPS, train_step
 from common.training.metrics import Events, ProgressLog
 from common.training.pretraining import assemble_random
-from common.training.rank_comparison import COMPARISONS, BlockTimes, RankComparison
+from common.training.rank_comparison import (
+    COMPARISONS,
+    ForwardTimes,
+    RankComparison,
+    timed_modules,
+)
 from common.training.warmup import synthetic_batches
 from llama31_8b.rules import CLOSED, MINIATURE, Config
 
@@ -70,7 +74,7 @@ class HostEvent:
 class ExtraWork:
     """Compute products before the forward of each block that trains, once `begin` was called.
 
-    Create BlockTimes first. Its timed interval then includes the products.
+    Create ForwardTimes first. Its timed interval then includes the products.
     """
 
     def __init__(self, blocks, device: torch.device):
@@ -174,8 +178,8 @@ def watch(options: argparse.Namespace, config: Config, assembly, processes, rule
     for _ in range(5):
         step()
     untimed = time_of(step, UNTIMED, processes)
-    blocks = model.blocks[len(model.blocks) // 2 :: rank_comparison.BLOCK_STRIDE]
-    probe, mine = BlockTimes(blocks), [0.0]  # the last time of this rank
+    blocks = timed_modules(model)
+    probe, mine = ForwardTimes(blocks), [0.0]  # the last time of this rank
 
     def keep() -> float:
         mine[0] = probe.mean_ms()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, count
@@ -31,6 +33,7 @@ from common.training.assembly import Assembly, Batching
 from common.training.finetuning import assemble_lora
 from common.training.loop import evaluate, rank_micro_batches, train_step
 from common.training.pretraining import assemble_random
+from common.training.rank_comparison import timed_modules
 from llama2_70b_lora import rules as lora
 from llama31_8b import rules as pretraining
 from open_llama import rules as open_llama
@@ -172,7 +175,10 @@ def one_step(processes: Processes, name: str) -> dict:
     batches = own_batches(whole, processes, made.micro_batch_size)
     found: list[torch.Tensor] = []
     rule = assembly.optimizer.rule
-    with mock.patch.object(rule, "update", lambda grads, norm, lr: found.extend(grads)):
+    with (
+        mock.patch.object(rule, "update", lambda grads, norm, lr: found.extend(grads)),
+        gathers_in(timed_modules(model)) as gathers,
+    ):
         loss, norm = train_step(assembly, batches, batching, 1e-3, processes)
     names = {parameter: key for key, parameter in model.named_parameters()}
     gradients = {}
@@ -188,7 +194,26 @@ def one_step(processes: Processes, name: str) -> dict:
         "gradients": gradients,
         "evaluation": evaluation,
         "state": assembly.linear.state(),
+        "gathers while timed": len(gathers),
     }
+
+
+@contextmanager
+def gathers_in(modules: list[torch.nn.Module]) -> Iterator[list[torch.nn.Module]]:
+    """Yield a list, to which each gather in a forward of `modules` adds the module."""
+    inside: list[torch.nn.Module] = []
+    found: list[torch.nn.Module] = []
+    for module in modules:
+        module.register_forward_pre_hook(lambda module, _: inside.append(module))
+        module.register_forward_hook(lambda *_: inside.clear())
+    gather = torch.distributed.all_gather_into_tensor
+
+    def recorded(*arguments, **options):
+        found.extend(inside)
+        return gather(*arguments, **options)
+
+    with mock.patch.object(torch.distributed, "all_gather_into_tensor", recorded):
+        yield found
 
 
 def seed_by_sequence(model, processes: Processes) -> None:
@@ -392,6 +417,13 @@ def test_all_ranks_have_the_same_result(results, name):
             assert other["loss"] == first["loss"]
             assert other["norm"] == first["norm"]
             assert other["evaluation"] == first["evaluation"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_ranks_compare_waits_for_no_other_rank(results, name):
+    for of_rank in results.of_ranks:
+        for size in SIZES:
+            assert of_rank[f"{name} {size}"]["gathers while timed"] == 0
 
 
 def test_scales_are_those_of_whole_sequences(results):

@@ -12,7 +12,7 @@ from torch import nn
 from common.training.metrics import Events, ProgressLog
 from common.training.rank_comparison import (
     COMPARISONS,
-    BlockTimes,
+    ForwardTimes,
     RankComparison,
     describe,
     make_rank_comparison,
@@ -227,7 +227,7 @@ def test_the_time_of_a_block_is_that_of_its_training_forward_after_its_weights_a
 
     for block in blocks:
         block.register_forward_pre_hook(waits)
-    times = BlockTimes(blocks)
+    times = ForwardTimes(blocks)
     x = torch.zeros(1)
     for block in [*blocks, *blocks]:
         block(x)
@@ -243,7 +243,7 @@ def test_the_time_of_a_block_is_that_of_its_training_forward_after_its_weights_a
 def test_the_times_of_blocks_on_a_gpu_add_up_and_leave_the_generators():
     device = torch.device("cuda", 0)
     blocks = [nn.Linear(4096, 4096, device=device, dtype=torch.bfloat16) for _ in range(8)]
-    times, x = BlockTimes(blocks), torch.randn(8192, 4096, device=device, dtype=torch.bfloat16)
+    times, x = ForwardTimes(blocks), torch.randn(8192, 4096, device=device, dtype=torch.bfloat16)
     before = torch.cuda.get_rng_state(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for timed in (False, True):
