@@ -194,7 +194,7 @@ def rank_blocks(run: Run) -> list[Block]:
         values = [(record["samples"], record["block_ms"][rank]) for record in records]
         curves.append(Curve(f"rank {rank}", values, rank))
     label = (
-        "time of a block's or the head's forward, which waits for no other rank, ms, mean of ten "
+        "time of a block's forward, or the head's, which waits for no other rank, ms, mean of ten "
         "steps"
     )
     return [page.chart(label, "training sequences", curves)]
