@@ -246,9 +246,7 @@ def fit(request: Request, machine: Machine, named: Named, file: ConfigFile) -> F
         config, text = derive(benchmark, file, *gpus, request.layers, machine.network_gb_s)
         source = DERIVED
     elif (config := file.changed()).gpu == ANY_GPU:
-        count = request.gpus or machine.gpus
-        if "gpus_per_node" in request.overrides:
-            count = config.gpus_per_node
+        count = _gpus_to_use(request, machine, config)
         config, text = fit_to_machine(
             benchmark, config, kind, count, request.overrides, request.layers
         )
@@ -269,6 +267,16 @@ def fit(request: Request, machine: Machine, named: Named, file: ConfigFile) -> F
     return Fitted(config, text, source)
 
 
+def _gpus_to_use(request: Request, machine: Machine, config: RunConfig) -> int:
+    """Return the GPUs of a node: those of --set, else of DGXNGPU, else all of the machine.
+
+    `config`: the file's, with the keys of --set.
+    """
+    if "gpus_per_node" in request.overrides:
+        return config.gpus_per_node
+    return request.gpus or machine.gpus
+
+
 def _on_other_gpus(request: Request, machine: Machine, config: RunConfig) -> bool:
     """Return whether a run with `config` is continued on GPUs of another kind or number.
 
@@ -283,10 +291,11 @@ def _on_other_gpus(request: Request, machine: Machine, config: RunConfig) -> boo
 def _fit_continued(request: Request, machine: Machine, file: ConfigFile) -> tuple[RunConfig, str]:
     """Return the config of the run that is continued, fitted to this machine. See `fit`."""
     benchmark = request.benchmark
-    count = request.gpus or machine.gpus
+    config = file.changed()
+    count = _gpus_to_use(request, machine, config)
     if config_names(ROOT, benchmark):
         return derive(benchmark, file, machine.kind, count, 1, request.layers)
-    config = replace(file.changed(), gpu=ANY_GPU, gpus_per_node=1, micro_batch_size=1)
+    config = replace(config, gpu=ANY_GPU, gpus_per_node=1, micro_batch_size=1)
     config, text = fit_to_machine(
         benchmark, config, machine.kind, count, request.overrides, request.layers
     )

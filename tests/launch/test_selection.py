@@ -5,8 +5,9 @@ import itertools
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from probes import H200X4, MI300X, NOTHING, make_visible
@@ -20,8 +21,8 @@ from common.paths import ROOT
 from launch import bench, job_command, profile, run_command
 from launch.plan import command as plan
 from launch.preflight import __main__ as preflight
-from launch.selection.check import DERIVED, FILE, FITTED, MEASURED_ANYWAY, MINIATURE
-from launch.selection.choose import choose, nearest_config
+from launch.selection.check import DERIVED, FILE, FITTED, MEASURED_ANYWAY, MINIATURE, Named
+from launch.selection.choose import choose, fit, nearest_config
 from launch.selection.machine import NO_GPUS, Machine
 from launch.selection.request import Request
 from launch.tune import command as tune
@@ -518,6 +519,16 @@ def test_a_number_of_gpus_on_the_command_line_is_kept():
     options = {"config": str(ROOT / EXAMPLE), "set": ["gpus_per_node=4"]}
     choice = chosen(MI300X, benchmark=OPEN, **options)
     assert choice.config.gpus_per_node == 4 and "4 x MI300X" in choice.derived
+
+
+@pytest.mark.parametrize(("benchmark", "path"), [(PRETRAINING, H200_FILE), (OPEN, EXAMPLE)])
+def test_a_continued_run_keeps_the_number_of_gpus_on_the_command_line(benchmark, path):
+    file = configs.read(ROOT / path, config_class(benchmark))
+    request = Request(benchmark, overrides={"gpus_per_node": "4"}, continues=SimpleNamespace())
+    # A checkpoint has the GPU of its run.
+    file = replace(file, table=file.table | {"gpu": "H200"}, overrides=request.overrides)
+    fitted = fit(request, machine_of("MI300X", 8), Named(file.path, ""), file)
+    assert fitted.config.gpus_per_node == 4 and "4 x MI300X" in fitted.derived
 
 
 @pytest.mark.parametrize("count", [3, 5, 6, 7])
