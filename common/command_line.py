@@ -54,7 +54,8 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
         try:
             with _interruptible():
                 code = work() or 0
-                if _received and code != 128 + _received[0]:
+                # A code that names the signal is the command's own answer to it.
+                if code not in [128 + number for number in _received]:
                     raise_if_interrupted()
                 sys.stdout.flush()
             return code

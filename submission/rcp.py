@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from common.errors import Interrupted, PreflightError
+from common.errors import PreflightError
 from submission.official_tools import INSTALL, silent
 
 POINTS = "pruned_rcps"  # the points that the package checker and the summarizer use
@@ -74,9 +74,7 @@ def judge(logs: Sequence[Path | None], ruleset: str, bypass: bool = False) -> Rc
             )
             if message.endswith("rcp_bypass"):
                 factor = 1.0
-        except Interrupted:
-            raise
-        except Exception as error:  # any other exception means that there is no verdict
+        except Exception as error:  # any exception means that there is no verdict; see `silent`
             reason = f"{type(error).__name__}: {error}"
             return RcpVerdict(False, f"the official RCP checker crashed: {reason}", 1.0)
     return RcpVerdict(bool(passed), message, float(factor))

@@ -25,12 +25,6 @@ def interrupt(*_, **__):
     raise Interrupted(signal.SIGINT)
 
 
-def judge(monkeypatch, folder):
-    checker = SimpleNamespace(check_directory=interrupt)
-    monkeypatch.setattr(rcp, "_rcp_checker", lambda: checker)
-    rcp.judge([None] * 3, "6.1.0")
-
-
 def time_kernels(monkeypatch, folder):
     monkeypatch.setattr(tiles, "against_reference", interrupt)
     tiles.timed(interrupt, None, CPU)
@@ -56,7 +50,7 @@ def render(monkeypatch, folder):
     chat.ChatTemplate({"default": ""}, {}, re.compile("x")).render([])
 
 
-@pytest.mark.parametrize("work", [judge, time_kernels, time_attention, read_packed, render])
+@pytest.mark.parametrize("work", [time_kernels, time_attention, read_packed, render])
 def test_an_interruption_is_no_answer(work, monkeypatch, tmp_path):
     with pytest.raises(Interrupted):
         work(monkeypatch, tmp_path)
@@ -76,12 +70,23 @@ def test_an_interruption_that_other_code_caught_ends_the_command():
     assert exit_code_of(lambda: 20) == 20, "the next command begins without it"
 
 
-def test_nothing_follows_an_official_tool_that_caught_ctrl_c():
+def check_log(monkeypatch):
+    with silent():
+        catch_ctrl_c()
+
+
+def judge(monkeypatch):
+    checker = SimpleNamespace(check_directory=lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(rcp, "_rcp_checker", lambda: checker)
+    rcp.judge([None] * 3, "6.1.0")
+
+
+@pytest.mark.parametrize("tool", [check_log, judge])
+def test_nothing_follows_an_official_tool_during_ctrl_c(tool, monkeypatch):
     reached = []
 
     def work():
-        with silent():
-            catch_ctrl_c()
+        tool(monkeypatch)
         reached.append("verdict")
 
     assert exit_code_of(work) == 130 and not reached
