@@ -95,6 +95,7 @@ def rescale(quantizer: Quantizer) -> None:
 
 
 def rescale_reference(state: Tensor, largest: float) -> None:
+    """Do what `rescale` does. `state`: of a quantizer, fp32 [4]. `largest`: of its format."""
     scale = new_scale(largest, state[AMAX], state[SCALE])
     state[SCALE] = scale
     state[INVERSE] = 1.0 / scale

@@ -805,7 +805,7 @@ H200X4 = ["--config", "configs/llama31_8b/H200_1x4.toml"]
         (["--scaling", "H200", "--network", "0"], 2, "--network"),
         (["--all", "--page", "x.html"], 2, "--page without --scaling"),
         (
-            ["--config", "configs/llama31_8b/H200_1x4.toml", "--set", "gpu=TPU"],
+            [*H200X4, "--set", "gpu=TPU"],
             2,
             "MI300X",
         ),
