@@ -133,4 +133,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     mask = "causal" if q.shape[1] == k.shape[1] else "causal_bottom_right"
     module = attention_module(q.shape[2], k.shape[2], q.shape[3], mask)
+    # Transformer Engine copies views, except those whose storage and offsets look packed. It reads
+    # these as dense, whatever their strides.
+    q, k, v = (x.contiguous() for x in (q, k, v))
     return module(q, k, v).view(q.shape)

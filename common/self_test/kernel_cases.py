@@ -204,13 +204,21 @@ def qk_norm_cases(sizes: Sizes, draw: Draw) -> Cases:
 def random_heads(
     sizes: Sizes, draw: Draw, queries: int, keys: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random query, key and value heads, each [batch, queries or keys, heads, head_dim]."""
+    """Return random query, key and value heads, each [batch, queries or keys, heads, head_dim].
+
+    If ranks share each sequence, keys and values are in one tensor with tokens outermost, as in
+    ContextAttention.
+    """
 
     def random(length: int, heads: int) -> Tensor:
         return draw(sizes.micro_batch_size, length, heads, sizes.shape.head_dim, dtype=sizes.dtype)
 
+    q = random(queries, sizes.shape.num_heads)
     kv_heads = sizes.shape.num_kv_heads
-    return random(queries, sizes.shape.num_heads), random(keys, kv_heads), random(keys, kv_heads)
+    if sizes.context_parallel == 1:
+        return q, random(keys, kv_heads), random(keys, kv_heads)
+    k, v = random(keys, 2 * kv_heads).transpose(0, 1).contiguous().transpose(0, 1).chunk(2, 2)
+    return q, k, v
 
 
 def swiglu_cases(sizes: Sizes, draw: Draw) -> Cases:

@@ -152,9 +152,19 @@ class TransformerEngine:
         def compute(q, k, v):
             assert q.shape[2:] == (heads, head_dim) and k.shape[2] == options["num_gqa_groups"]
             self.calls.append("forward")
-            return sdpa(q, k, v).flatten(2)
+            return sdpa(q, *taken_for_packed(k, v)).flatten(2)
 
         return compute
+
+
+def taken_for_packed(k, v):
+    """Return keys and values as 2.20.2's `get_qkv_layout` leads to: by offsets, not by strides."""
+    one_storage = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    if not one_storage or (k.storage_offset(), v.storage_offset()) != (0, k[0, 0].numel()):
+        return k, v
+    batch, keys, heads, head_dim = k.shape
+    strides = torch.empty(batch, keys, 2, heads, head_dim).stride()
+    return k.as_strided((batch, keys, 2, heads, head_dim), strides).unbind(2)
 
 
 STAND_INS = {
@@ -242,6 +252,14 @@ def test_flash_attention_4_gets_the_views_of_a_block_without_a_copy(flash_attent
     )
     heads = (0, shape.num_heads, shape.num_heads + shape.num_kv_heads)
     assert places == 2 * [[projection[..., head * shape.head_dim :].data_ptr() for head in heads]]
+
+
+def test_keys_with_tokens_outermost_are_those_of_their_sequence(stand_in):
+    """As ranks that share sequences have them. Transformer Engine mixed them up on an H200."""
+    torch.manual_seed(0)
+    kv = torch.randn(32, 2, 4, 16).transpose(0, 1)
+    leaves = [x.requires_grad_() for x in (torch.randn(2, 32, 4, 16), *kv.chunk(2, 2))]
+    check(leaves, causal_attention)
 
 
 def check(leaves, compute):

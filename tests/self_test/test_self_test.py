@@ -117,6 +117,17 @@ def test_attention_is_tested_as_ranks_that_share_sequences_compute_it(monkeypatc
     assert bad_ops(shared)[:2] == ["attention", "attention backward dQ"]
 
 
+def test_keys_are_tested_in_the_memory_layout_of_ranks_that_share_sequences(monkeypatch):
+    right = attention.causal_attention
+
+    def reads_as_dense(q, k, v):
+        return right(q, k.as_strided(k.shape, torch.empty(k.shape).stride()), v)
+
+    monkeypatch.setattr(attention, "causal_attention", reads_as_dense)
+    assert not bad_ops(PRODUCTS)
+    assert bad_ops(replace(PRODUCTS, context_parallel=2))[:1] == ["attention"]
+
+
 def test_attention_that_raises_is_one_finding(monkeypatch):
     def none_left(q, k, v):
         raise RuntimeError("No available kernel. Aborting execution.\nmore")
