@@ -30,8 +30,12 @@ class CopyEngineReduceScatter:
 
     The gradients received for a module are added when the next module starts, or by `finish`, after
     a barrier. At the barrier, all ranks have sent the gradients of this module and added the
-    previous module's. So the other of the two buffers is free. No rank waits at the barrier,
-    because every rank sent its rows a whole module's backward ago.
+    previous module's. So the other of the two buffers is free.
+
+    A faster rank waits at the barrier for the slower ones. Its kernel then holds a multiprocessor,
+    and the product beside it ends later. Signals without a kernel, for the copies alone, made that
+    product 20 % faster, but a step of 1,053 ms only 2.3 ms shorter (16 layers of the 8B, two H200s
+    at their power limit).
     """
 
     def __init__(
