@@ -34,7 +34,8 @@ from common.paths import cache_folder
 
 # Number of algorithms requested from cuBLASLt. On an H200 nothing else made a product of the 8B or
 # the 70B faster: 16 other cluster shapes and swizzles, a workspace of 64 MB, exchanged operands,
-# rows split in 2 or 4, or 4 multiprocessors left free.
+# rows split in 2 or 4, 4 multiprocessors left free, cuBLAS 13.10 instead of 13.1, or QuACK's
+# products.
 OFFERED = 8
 KEPT = 5  # number of the fastest algorithms that are timed a second time, at length
 ROUNDS = 3  # number of timed blocks of each of them, in turns
