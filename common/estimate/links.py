@@ -74,7 +74,8 @@ def exposed_seconds(
 ) -> float:
     """Return the part of a step in which a GPU waits for links.
 
-    `compute_s`: seconds of the step's arithmetic. `network_gb_s`: per GPU between nodes.
+    `compute_s`: seconds of the step's arithmetic, or of its launches if they take longer.
+    `network_gb_s`: per GPU between nodes.
 
     In pre-training, collectives overlap with the arithmetic. The GPU waits for the last module's
     reduction, for the first module's gather, and for traffic that takes longer than the arithmetic

@@ -1,8 +1,9 @@
 """Time of an optimizer step and of an evaluation, and minutes to the target, without a GPU.
 
 Time is the FLOPs at the GPU's dense peaks, divided by one efficiency per GPU kind, plus what does
-not shrink with a step's sequences: the optimizer, the cast of the weights, and communication. Units
-are seconds unless a name says minutes. Standard library only.
+not shrink with a step's sequences: the optimizer, the cast of the weights, and communication. Where
+GPUs share sequences, the host's launches are a lower limit. Units are seconds unless a name says
+minutes. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ FITTED_HIDDEN_SIZE = 4096
 # two GPUs a sequence, two H200s reach 0.91 to 0.93 of the tokens/s in the 8B and 0.92 in LoRA
 # (docs/results.md), links included. Assumed for more GPUs and other kinds.
 SHARED_SEQUENCE = 0.93
+# Seconds in which the host launches a layer's forward and backward of one micro-batch, where GPUs
+# share sequences. Steps of the 8B's 32 layers with one micro-batch waited for launches: 303 and 317
+# ms with two H200s a sequence, 347 with four and older code (docs/results.md). The older code took
+# 1.2 times as long with two. So a layer takes 9.5, 9.9 and 9.0 ms, on hosts with 16 cores a GPU.
+# The constant is the lowest. By samples, 17 % of it are the cast of the weights and the optimizer,
+# although a step launches them once. Assumed for LoRA, other models, GPU kinds and hosts. Not
+# measured for whole sequences, which have half as many launches.
+HOST_S_PER_LAYER = 9.0e-3
 # FLOPs of attention's backward divided by the forward's. Flash attention recomputes the scores
 # (arXiv:2205.14135). MFU counts a ratio of 2.
 ATTENTION_BACKWARD = 2.5
@@ -99,6 +108,16 @@ def fixed_seconds(config: RunConfig, work: Workload, kind: GpuKind) -> float:
     return moved / (MEMORY_SHARE * kind.memory_tb_s * 1e12) if kind.memory_tb_s else 0.0
 
 
+def host_seconds(config: RunConfig, work: Workload) -> float:
+    """Return the least time in which the host launches a step where GPUs share sequences, or 0.
+
+    Launches of a second forward in recomputed layers are not counted.
+    """
+    if config.context_parallel == 1:
+        return 0.0
+    return work.shape.num_layers * config.gradient_accumulation_steps * HOST_S_PER_LAYER
+
+
 def estimate(
     config: RunConfig,
     work: Workload,
@@ -109,7 +128,7 @@ def estimate(
     """Return the time of steps and evaluations, and the minutes to the target.
 
     `samples`: training sequences to the target, the RCP's mean. `network_gb_s`: per GPU between
-    nodes.
+    nodes. The host's launches limit steps, not evaluations, whose launches were not measured.
     """
     slowdown = (1 if config.linear_format.in_fp8 else BF16_OVER_FP8) / kind.efficiency
     if config.context_parallel > 1:
@@ -118,9 +137,12 @@ def estimate(
     step_tokens = config.global_batch_size * work.sequence_length / config.world_size
     token_s = products_seconds_per_token(work, kind, training=True, recomputed=recomputed)
     step_s = step_tokens * slowdown * token_s + fixed_seconds(config, work, kind)
-    exposed_s = 0.0
     if kind.description:  # names the links
         step_s += occupied_seconds(config, work, kind)
+    # Gradients are also sent while the GPU waits for launches.
+    step_s = max(step_s, host_seconds(config, work))
+    exposed_s = 0.0
+    if kind.description:
         exposed_s = exposed_seconds(config, work, kind, step_s, network_gb_s)
         step_s += exposed_s
     per_pass = config.data_ranks * config.eval_micro_batch_size

@@ -25,7 +25,7 @@ from common.estimate.memory import (
     offloaded_layers,
     usable_bytes,
 )
-from common.estimate.step_time import Estimate, estimate
+from common.estimate.step_time import Estimate, estimate, host_seconds
 from common.estimate.verdict import verdict
 from common.estimate.workload import Workload, benchmark_workload
 from common.gpu_kinds import KINDS, GpuKind
@@ -334,6 +334,11 @@ def speed_lines(plan: Plan, kind: GpuKind) -> list[str]:
     gpus = plan.config.world_size
     rate = speed.tokens_per_s_per_gpu
     text = [f"Speed: {rate:,.0f} tokens/s per GPU, {rate * gpus:,.0f} on {plural(gpus, 'GPU')}."]
+    if speed.step_s <= host_seconds(plan.config, plan.work) + speed.exposed_s:
+        text.append(
+            "The host's launches limit the speed: larger micro-batches or fewer GPUs a sequence "
+            "raise it."
+        )
     if plan.samples and speed.minutes:
         tokens = plan.samples * plan.work.sequence_length
         share = tokens / plan.work.shape.num_parameters

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.benchmarks import divisions
-from common.estimate.step_time import SHARED_SEQUENCE
+from common.estimate.step_time import HOST_S_PER_LAYER, SHARED_SEQUENCE
 from common.gpu_kinds import KINDS, GpuKind
 from common.html import page as html
 from common.html.page import Curve
@@ -72,6 +72,10 @@ class ScalingTable:
                 f"GPUs that share a sequence are assumed to reach {SHARED_SEQUENCE:.0%} of the "
                 "rate of others, before the time of the links. On two H200s it was 91 to 93% after "
                 "it."
+            )
+            lines.append(
+                f"Their steps take at least {HOST_S_PER_LAYER * 1e3:g} ms for each layer and "
+                "micro-batch, in which the host launches kernels, as with the 8B on H200s."
             )
         if any(point and not point.measured for point in self.points.values()):
             lines.insert(

@@ -79,12 +79,12 @@ ON_NODES = [
     (PRETRAINING, "MI355X_2x8", 1, 16, 4e-4, 16, "RCP's"),
     (PRETRAINING, "MI300X_4x8", 1, 32, 8e-4, 128, "RCP's"),
     (PRETRAINING, "H100_8x8", 2, 32, 8e-4, 128, "RCP's"),
-    (PRETRAINING, "H200_6x8", 2, 24, 6e-4, 91, "interpolated"),
-    (PRETRAINING, "B200_32x8", 2, 128, 2e-3, 256, "RCP's"),
-    (PRETRAINING, "B200_128x8", 4, 256, 6e-3, 385, "beyond"),
+    (PRETRAINING, "H200_6x8", 1, 48, 8e-4, 107, "interpolated"),
+    (PRETRAINING, "B200_32x8", 1, 256, 6e-3, 385, "beyond"),
+    (PRETRAINING, "MI300X_64x8", 4, 128, 2e-3, 256, "RCP's"),
     (LORA, "MI355X_2x8", 2, 8, 4e-4, 0, "RCP's"),
-    (LORA, "H200_8x8", 8, 8, 4e-4, 0, "RCP's"),
-    (LORA, "MI300X_64x8", 8, 64, 6e-4, 0, "interpolated"),
+    (LORA, "H200_8x8", 4, 16, 4e-4, 0, "RCP's"),
+    (LORA, "MI300X_32x8", 4, 64, 6e-4, 0, "interpolated"),
 ]
 
 
