@@ -101,7 +101,7 @@ def test_a_remote_is_named_without_user_and_password(checkout, address, name):
 
 def test_what_runs_leave_in_the_checkout_makes_it_no_other_code(checkout):
     shutil.copy(ROOT / ".gitignore", checkout / ".git/info/exclude")
-    for name in ("nohup.out", "slurm-17.out", ".venv.lock"):
+    for name in ("nohup.out", "slurm-17.out", ".venv.lock", "report.html"):
         (checkout / name).write_text("")
     assert prerequisites.refusal_reasons(checkout, NAMED) == []
     (checkout / "notes.txt").write_text("")
