@@ -39,7 +39,7 @@ from common.errors import Interrupted, PreflightError
 from common.packages import is_recent, requirements, version_of
 from common.paths import ROOT
 from common.terminal import Progress, duration, has_rich, inform, print_stderr, shown
-from launch.processes.supervise import end_with_parent, supervise
+from launch.processes.supervise import supervise
 from launch.torch_build import BUILDS, has_hopper, installed_build, suitable_builds
 
 # Package -> module, for packages whose module has another name.
@@ -113,7 +113,8 @@ def _module_error(program: str, folder: Path, path: Path) -> str:
     modules = [_module(name) for name, _ in requirements(path) if name not in PROGRAMS]
     command = [str(folder / "bin" / "python"), "-P", "-c", program, *modules]
     try:
-        done = subprocess.run(command, capture_output=True, preexec_fn=end_with_parent)
+        # Without preexec_fn: with one, a Ctrl-C during the fork would be lost (see run_module).
+        done = subprocess.run(command, capture_output=True)
     except OSError as error:  # such as a link to a Python that was removed
         return str(error)
     if not done.returncode:

@@ -209,6 +209,16 @@ def test_a_broken_environment_is_made_anew(tmp_path, pip, capsys, victim):
     assert len(pip.commands) == count
 
 
+def test_ctrl_c_while_an_environment_is_examined_is_not_lost(tmp_path, pip):
+    """Python drops what a signal handler raises in the hooks of a fork. So there must be none."""
+    forks = []
+    (tmp_path / "r.txt").write_text("no-such-package==1.0\n")
+    os.register_at_fork(after_in_parent=lambda: forks.append("here"))
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    environment.python_for(tmp_path / "r.txt", tmp_path / ".venv")
+    assert forks == []
+
+
 def test_a_broken_environment_is_not_extended(tmp_path, pip):
     """Without pyvenv.cfg, pip would install into the Python of the system."""
     small, large, folder = tmp_path / "small.txt", tmp_path / "large.txt", tmp_path / ".venv"
