@@ -31,14 +31,14 @@ def parser(benchmark: str) -> Parser:
 def add_bench_options(parser: Parser, steps: int, text: str) -> None:
     """Add the options of a bench. `steps`, `text`: default and help of --steps."""
     parser.add_argument(
-        "--steps", type=count, metavar="N", default=steps, help=f"{text} (default: {steps})"
+        "--steps", type=count, metavar="N", default=steps, help=f"{text} (default: %(default)s)"
     )
     parser.add_argument(
         "--warmup",
         type=count,
         metavar="N",
         default=WARMUP,
-        help=f"number of untimed steps before them (default: {WARMUP})",
+        help="number of untimed steps before them (default: %(default)s)",
     )
     parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers")
     parser.add_argument(

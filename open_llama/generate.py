@@ -174,28 +174,29 @@ def parser(benchmark: str = "open_llama") -> Parser:
         type=count,
         default=80,
         metavar="N",
-        help="generate at most N tokens (default: 80)",
+        help="generate at most N tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature",
         type=number_between(0, 100),
         default=0.8,
         metavar="X",
-        help="sampling temperature; 0 takes the most likely token (default: 0.8)",
+        help="sampling temperature; 0 takes the most likely token (default: %(default)s)",
     )
     parser.add_argument(
         "--top-p",
         type=number_between(0, 1),
         default=0.95,
         metavar="X",
-        help="sample from the most likely tokens with this total probability (default: 0.95)",
+        help="sample from the most likely tokens with this total probability "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
         type=whole_number(0, 2**64 - 1),
         default=1,
         metavar="N",
-        help="random seed (default: 1)",
+        help="random seed (default: %(default)s)",
     )
     return parser
 

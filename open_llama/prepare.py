@@ -115,7 +115,7 @@ def _add_outputs(texts: Parser) -> None:
         type=fraction,
         default=0.01,
         metavar="X",
-        help="share of the documents held out for validation (default: 0.01)",
+        help="share of the documents held out for validation (default: %(default)s)",
     )
 
 

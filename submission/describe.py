@@ -152,7 +152,7 @@ def parser() -> Parser:
         "--ruleset",
         choices=CLOSED_RULESETS,
         default=CLOSED_RULESETS[-1],
-        help=f"MLPerf ruleset (default: {CLOSED_RULESETS[-1]})",
+        help="MLPerf ruleset (default: %(default)s)",
     )
     return parser
 

@@ -105,13 +105,13 @@ def parser() -> Parser:
         "--ruleset",
         choices=official_tools.CLOSED_RULESETS,
         default=PackageRequest.ruleset,
-        help=f"MLPerf ruleset (default: {PackageRequest.ruleset})",
+        help="MLPerf ruleset (default: %(default)s)",
     )
     parser.add_argument(
         "--implementation",
         default=PackageRequest.implementation,
         metavar="NAME",
-        help=f"name of the implementation directory (default: {PackageRequest.implementation})",
+        help="name of the implementation directory (default: %(default)s)",
     )
     add_series_option(parser)
     parser.add_argument(

@@ -77,7 +77,9 @@ def add_text_options(parser: argparse.ArgumentParser, key: bool = True) -> None:
     )
     if key:
         parser.add_argument(
-            "--key", default="text", help="JSON key or column that holds the text (default: text)"
+            "--key",
+            default="text",
+            help="JSON key or column that holds the text (default: %(default)s)",
         )
     parser.add_argument(
         "--processes",

@@ -201,7 +201,7 @@ def _add_model_options(parser: Parser) -> None:
         "--precision",
         choices=("bf16", "fp8"),
         default="bf16",
-        help="precision of the blocks' matrix products (default: bf16)",
+        help="precision of the blocks' matrix products (default: %(default)s)",
     )
     parser.add_argument(
         "--train-tokens",

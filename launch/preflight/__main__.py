@@ -55,6 +55,7 @@ from launch.job import Job, Node, directories
 from launch.node_facts import hardware_facts, machine_facts, node_facts
 from launch.preflight import gpus, host, kernel_log
 from launch.preflight.check_row import CheckRow, graded, overall, skipped, table
+from launch.preflight.nodes.examine import DEADLINE_S
 from launch.preflight.nodes.examine import examine as examine_nodes
 from launch.preflight.rank_report import RankReport, read_ranks
 from launch.processes.ranks import cpus_of_ranks, rank_environment, ranks_command
@@ -163,7 +164,7 @@ def _add_node_options(parser: Parser) -> None:
         "--deadline",
         type=number_between(1, 7200, seconds),
         metavar="S",
-        help="seconds for the checks of each host by itself (default: 600)",
+        help=f"seconds for the checks of each host by itself (default: {DEADLINE_S:.0f})",
     )
 
 

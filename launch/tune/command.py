@@ -46,9 +46,9 @@ def parser(benchmark: str) -> Parser:
     parser.add_argument(
         "--minutes",
         type=minutes,
-        default=20.0,
+        default=20,
         metavar="N",
-        help="total time limit, including the search that is resumed (default: 20)",
+        help="total time limit, including the search that is resumed (default: %(default)s)",
     )
     parser.add_argument(
         "--resume",

@@ -98,6 +98,16 @@ def test_examples_of_all_kinds_are_found():
     assert {"preflight --quick", "runs results/llama31_8b --series", NAME} <= {*EXAMPLES}
 
 
+@pytest.mark.quick
+def test_a_help_does_not_repeat_a_default():
+    repeated = []
+    for parser in every_parser():
+        for action in parser._actions:
+            if f"(default: {action.default})" in str(action.help):
+                repeated.append(f"{parser.prog} {action.dest}")
+    assert repeated == []
+
+
 def runs_in_process(example: str) -> bool:
     """Return whether the example reads logs only. An export needs further packages."""
     return arguments_of(example)[0] in RUN_IN_PROCESS and "--export" not in example

@@ -138,6 +138,12 @@ def test_a_deadline_that_no_node_could_meet_is_refused(seconds):
 
 
 @pytest.mark.quick
+def test_the_help_names_the_deadline_that_counts(monkeypatch):
+    monkeypatch.setattr(preflight_command, "DEADLINE_S", 77.0)
+    assert "(default: 77)" in " ".join(preflight_command.parser().format_help().split())
+
+
+@pytest.mark.quick
 def test_the_launcher_fits_the_place(tmp_path):
     for name in ("ssh", "srun"):
         (tmp_path / name).write_text("#!/bin/sh\n")
