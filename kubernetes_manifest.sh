@@ -26,29 +26,30 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 root=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd -P)
 
-fail() { # what, why, what to do
+refused=
+refuse() { # what, why, what to do
     printf 'error: %s\n  why: %s\n  do:  %s\n' "$@" >&2
-    exit 2
+    refused=yes
 }
 
 if [[ $# -eq 0 ]]; then
-    fail 'no benchmark given' 'the pods need one to run' \
+    refuse 'no benchmark given' 'the pods need one to run' \
         './kubernetes_manifest.sh <benchmark> [options]'
 fi
 if [[ ! ${DGXSYSTEM:-} =~ ^([A-Za-z0-9]+)_([1-9][0-9]*)x([1-9][0-9]*)$ ]]; then
-    fail "DGXSYSTEM is not the name of a config: '${DGXSYSTEM:-}'" \
+    refuse "DGXSYSTEM is not the name of a config: '${DGXSYSTEM:-}'" \
         'it must give the number of nodes and GPUs' 'set it to a name such as H200_2x8'
 fi
-gpu=${BASH_REMATCH[1]}
-nodes=${BASH_REMATCH[2]}
-gpus=${BASH_REMATCH[3]}
+gpu=${BASH_REMATCH[1]:-}
+nodes=${BASH_REMATCH[2]:-}
+gpus=${BASH_REMATCH[3]:-}
 if [[ -z ${CONT:-} ]]; then
-    fail 'CONT is not set' 'the cluster pulls the image from a registry' \
+    refuse 'CONT is not set' 'the cluster pulls the image from a registry' \
         'set it to REGISTRY/IMAGE:TAG'
 fi
 for variable in DATADIR LOGDIR ${MODEL:+MODEL}; do
     if [[ ${!variable:-} != /* ]]; then
-        fail "$variable is not an absolute path: '${!variable:-}'" \
+        refuse "$variable is not an absolute path: '${!variable:-}'" \
             'it must be a directory of the nodes' \
             "set $variable to an absolute path"
     fi
@@ -59,11 +60,11 @@ if [[ -z $vendor ]]; then
     [[ $gpu != MI* ]] || vendor=amd
 fi
 if [[ $vendor != amd && $vendor != nvidia ]]; then
-    fail "unknown GPU_VENDOR: $vendor" 'known are amd and nvidia' 'correct or unset it'
+    refuse "unknown GPU_VENDOR: $vendor" 'known are amd and nvidia' 'correct or unset it'
 fi
 name=${JOB_NAME:-llama-training}
 passed=$(python3 -I "$root/common/variables.py" POD) ||
-    fail 'cannot tell which variables the container needs' \
+    refuse 'cannot tell which variables the container needs' \
         'python3 could not run common/variables.py' \
         'install Python 3.8 or newer, and put it on PATH'
 
@@ -139,10 +140,11 @@ if [[ $nodes -gt 1 ]]; then
         security='runAsUser: 0, allowPrivilegeEscalation: false,'
         security+=' capabilities: {drop: [ALL], add: [IPC_LOCK]}'
     else
-        fail "RDMA_RESOURCE is not NAME:COUNT: '$RDMA_RESOURCE'" \
+        refuse "RDMA_RESOURCE is not NAME:COUNT: '$RDMA_RESOURCE'" \
             'it names the RDMA devices of a pod' 'set it to a value such as rdma/hca:1'
     fi
 fi
+[[ -z $refused ]] || exit 2
 
 # Print the `spec` that a Job and a JobSet have in common: one pod for each node.
 job_spec() { # arguments of kubernetes_manifest.sh

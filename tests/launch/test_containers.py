@@ -610,6 +610,17 @@ def test_a_manifest_needs_its_facts(variables):
     assert not done.stdout
 
 
+def test_all_that_a_manifest_lacks_is_named_at_once():
+    values = environment(MODEL="m", GPU_VENDOR="intel")
+    script = str(ROOT / "kubernetes_manifest.sh")
+    done = subprocess.run([script], env=values, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    lacking = ("benchmark", "DGXSYSTEM", "CONT", "DATADIR", "LOGDIR", "MODEL", "GPU_VENDOR")
+    assert len(errors) == len(done.stderr.splitlines()) / 3 == len(lacking)
+    assert all(word in line for word, line in zip(lacking, errors, strict=True))
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "words"),
     [
