@@ -164,9 +164,8 @@ def _context_sizes(
     A number that the config or --set gives is the only one. `batch`: sequences that the groups of
     GPUs must divide among them, or None. `gpus`: of one node.
     """
-    text = overrides.get("context_parallel", "")
-    own = int(text) if text.isdecimal() else config.context_parallel
-    if own > 1 or text:
+    own = _number_in(overrides, "context_parallel", config.context_parallel)
+    if own > 1 or "context_parallel" in overrides:
         return [max(1, own)]
     return [
         size
@@ -175,6 +174,12 @@ def _context_sizes(
         and (size == 1 or sequence_length % (2 * size) == 0)
         and (batch is None or batch % (nodes * gpus // size) == 0)
     ]
+
+
+def _number_in(overrides: Mapping[str, str], key: str, otherwise: int) -> int:
+    """Return the number that --set gives for `key`, or `otherwise`."""
+    text = overrides.get(key, "")
+    return int(text) if text.isdecimal() and int(text) else otherwise
 
 
 def _first_that_fits(sizes: Sequence[int], make: Callable[[int], Made]) -> Made:
@@ -243,8 +248,8 @@ def derive(
 ) -> tuple[RunConfig, str]:
     """Return a config of `file` for these GPUs, and a description of what was chosen.
 
-    `kind`: None for a CPU. `gpus`: of one node. `layers`: number of the model's layers, 0 for all.
-    `network_gb_s`: of one GPU between nodes.
+    `kind`: None for a CPU. `gpus`: of one node. --set takes precedence over `gpus` and `nodes`.
+    `layers`: number of the model's layers, 0 for all. `network_gb_s`: of one GPU between nodes.
 
     On several nodes the global batch is the one that reaches the target first, with the learning
     rate, the warm-up and twice the sequences of the reference's runs. Benchmarks without such runs
@@ -254,6 +259,8 @@ def derive(
     Raises ConfigError if the GPUs cannot share the global batch, OutOfMemory if no option fits.
     """
     given = file.config
+    gpus = _number_in(file.overrides, "gpus_per_node", gpus)
+    nodes = _number_in(file.overrides, "nodes", nodes)
     changes = _start(benchmark, given, kind, gpus, nodes)
     configs = []
     for keys in _keys_of_batches(benchmark, file, gpus, nodes):
@@ -330,6 +337,7 @@ def _rank_of(
 def miniature_on_gpu(file: ConfigFile, kind: GpuKind) -> tuple[RunConfig, str]:
     """Return the miniature of `file` for one GPU of `kind`, and a description of it.
 
+    --set may give another number of GPUs.
     Linear layers are in FP8 where the GPU multiplies FP8, otherwise in bf16. Raise ConfigError for
     overrides that request FP8 on a GPU without it.
     """
@@ -343,7 +351,8 @@ def miniature_on_gpu(file: ConfigFile, kind: GpuKind) -> tuple[RunConfig, str]:
     )
     return (
         config,
-        f"the miniature for 1 x {kind.name} from {file.path.name}: linear {config.linear}",
+        f"the miniature for {config.gpus_per_node} x {kind.name} from {file.path.name}: "
+        f"linear {config.linear}",
     )
 
 

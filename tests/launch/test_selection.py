@@ -22,7 +22,7 @@ from launch import bench, job_command, profile, run_command
 from launch.plan import command as plan
 from launch.preflight import __main__ as preflight
 from launch.selection.check import DERIVED, FILE, FITTED, MEASURED_ANYWAY, MINIATURE, Named
-from launch.selection.choose import choose, fit, nearest_config
+from launch.selection.choose import choose, fit, nearest_config, override, read
 from launch.selection.machine import NO_GPUS, Machine
 from launch.selection.request import Request
 from launch.tune import command as tune
@@ -529,6 +529,30 @@ def test_a_continued_run_keeps_the_number_of_gpus_on_the_command_line(benchmark,
     file = replace(file, table=file.table | {"gpu": "H200"}, overrides=request.overrides)
     fitted = fit(request, machine_of("MI300X", 8), Named(file.path, ""), file)
     assert fitted.config.gpus_per_node == 4 and "4 x MI300X" in fitted.derived
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "words"),
+    [
+        ("MI300X_1x6", {"gpus_per_node": "2"}, "derived for 2 x MI300X"),
+        ("MI300X_1x6", {"nodes": "3", "gpus_per_node": "2"}, "derived for 3 nodes of 2 x MI300X"),
+        (
+            "CPU_1x1",
+            {"gpus_per_node": "2", "micro_batch_size": "2"},
+            "the miniature for 2 x MI300X",
+        ),
+    ],
+)
+def test_a_config_is_derived_for_the_gpus_on_the_command_line(machine, overrides, words):
+    """Six GPUs cannot share the global batch of 16. On three nodes, it is one for six GPUs."""
+    path = ROOT / f"configs/{PRETRAINING}/{machine}.toml"
+    request = Request(PRETRAINING, overrides=overrides, miniature=machine == "CPU_1x1")
+    six = machine_of("MI300X", 6)
+    file = override(request, read(request, six, Named(path, "")))
+    fitted = fit(request, six, Named(path, ""), file)
+    ranks = 6 if "nodes" in overrides else 2
+    assert fitted.derived.startswith(words) and fitted.config.world_size == ranks
+    assert fitted.config.global_batch_size % ranks == 0
 
 
 @pytest.mark.parametrize("count", [3, 5, 6, 7])
