@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
+from common.command_line import raise_if_interrupted
 from common.errors import DataError, Interrupted, StorageError
 from llama2_70b_lora.data import IGNORE_INDEX, check_rows, write_rows
 from llama2_70b_lora.rules import DATA_FILES, Rules
@@ -161,6 +162,7 @@ def _require_loadable(path: Path) -> None:
     limit_s = LOAD_S + path.stat().st_size / LOAD_BYTES_PER_S
     process = multiprocessing.get_context("fork").Process(target=try_it, daemon=True)
     process.start()
+    raise_if_interrupted()  # Python drops what a signal handler raises in the hooks of a fork
     process.join(limit_s)
     if process.exitcode is None:
         process.kill()
