@@ -351,11 +351,11 @@ def comparison_table(old: str, benchmark: str, name: str) -> str:
 # Measured by us on H200 (docs/results.md): benchmark, GPUs, tok/s/GPU, commit.
 OWN_RATES = (
     ("llama31_8b", 1, 14_279, "179ed16"),
-    ("llama31_8b", 2, 16_148, "run V"),
-    ("llama31_8b", 4, 17_066, "0fd4632"),
-    ("llama2_70b_lora", 1, 3_303, "58bfa6c"),
-    ("llama2_70b_lora", 2, 3_079, "8b35ef1"),
-    ("llama2_70b_lora", 4, 3_234, "179ed16"),
+    ("llama31_8b", 2, 17_320, "c878d16"),
+    ("llama31_8b", 4, 17_494, "b10d351"),
+    ("llama2_70b_lora", 1, 3_354, "c878d16"),
+    ("llama2_70b_lora", 2, 3_330, "c878d16"),
+    ("llama2_70b_lora", 4, 3_266, "b10d351"),
 )
 
 
