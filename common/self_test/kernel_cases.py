@@ -210,14 +210,16 @@ def random_heads(
     ContextAttention.
     """
 
-    def random(length: int, heads: int) -> Tensor:
-        return draw(sizes.micro_batch_size, length, heads, sizes.shape.head_dim, dtype=sizes.dtype)
-
-    q = random(queries, sizes.shape.num_heads)
+    batch = sizes.micro_batch_size
     kv_heads = sizes.shape.num_kv_heads
+
+    def random(*size: int) -> Tensor:
+        return draw(*size, sizes.shape.head_dim, dtype=sizes.dtype)
+
+    q = random(batch, queries, sizes.shape.num_heads)
     if sizes.context_parallel == 1:
-        return q, random(keys, kv_heads), random(keys, kv_heads)
-    k, v = random(keys, 2 * kv_heads).transpose(0, 1).contiguous().transpose(0, 1).chunk(2, 2)
+        return q, random(batch, keys, kv_heads), random(batch, keys, kv_heads)
+    k, v = random(keys, batch, 2 * kv_heads).transpose(0, 1).chunk(2, 2)
     return q, k, v
 
 

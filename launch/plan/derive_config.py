@@ -337,9 +337,8 @@ def _rank_of(
 def miniature_on_gpu(file: ConfigFile, kind: GpuKind) -> tuple[RunConfig, str]:
     """Return the miniature of `file` for one GPU of `kind`, and a description of it.
 
-    --set may give another number of GPUs.
-    Linear layers are in FP8 where the GPU multiplies FP8, otherwise in bf16. Raise ConfigError for
-    overrides that request FP8 on a GPU without it.
+    --set may give another number of GPUs. Linear layers are in FP8 where the GPU multiplies FP8,
+    otherwise in bf16. Raise ConfigError for overrides that request FP8 on a GPU without it.
     """
     linear = "fp8" if kind.arch.startswith(WITH_FP8) else "bf16"
     config = file.changed(moved(file.config, kind, 1, linear))
